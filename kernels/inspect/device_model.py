@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_leaves
 
 from ..launch import Launch, ceil_div
 from ..matmul.matmul_policy import PRODUCTS
@@ -25,8 +25,8 @@ def estimate(launch: Launch, arch: str) -> dict[str, Any]:
     """Compiles a launch for `arch`; returns its tile, waves, bytes, FLOPs, registers and estimated time in us."""
     gpu, stats = offline.architecture(arch), compile_stats(launch, arch)
     c, args = launch.constants, launch.args
-    values = {name: getattr(value, "base", value) for name, value in args.items()}  # tensors of tensor descriptors
-    tensors = [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor)]
+    leaves = [getattr(leaf, "base", leaf) for leaf in tree_leaves(dict(args))]  # `base` of tensor descriptors
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     # views of the same elements count once
     moved = sum({(t.data_ptr(), t.numel()): t.numel() * t.element_size() for t in tensors}.values())
     tile, itemsize, flop = "", 2, 0.0
@@ -40,7 +40,10 @@ def estimate(launch: Launch, arch: str) -> dict[str, Any]:
         tiles = sum(ceil_div(rows, blocks[0]) * ceil_div(columns, blocks[1]) for rows, columns in outputs)
         waves = tiles * args["splits"] / gpu.sm_count
         tile = "x".join(map(str, blocks)) + (f"/{args['splits']}" if args["splits"] > 1 else "")
-        flop, itemsize = 2.0 * depth * sum(map(math.prod, outputs)), values["a"].element_size()
+        flop, itemsize = (
+            2.0 * depth * sum(map(math.prod, outputs)),
+            getattr(args["a"], "base", args["a"]).element_size(),
+        )
     elif "n_kv" in args:
         products = _ATTENTION_PRODUCTS.get(launch.kernel.__name__, 2)
         flop = 2.0 * products * args["lse_ptr"].numel() * args["n_kv"] * c["D"]

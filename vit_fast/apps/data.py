@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import signal
 import struct
 import warnings
@@ -18,7 +17,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from ..config import DataConfig, Size
-from ..errors import VitFastError, check_type
+from ..errors import VitFastError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -69,11 +68,9 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
     """Returns image files: each given file, and the files with an image suffix in each given folder, sorted."""
     if isinstance(paths, str | Path):
         raise TypeError(f"paths must be a list, got {str(paths)!r}; pass [{str(paths)!r}]")
-    check_type("images", paths, Iterable)
     found: list[Path] = []
     problems: list[str] = []
     for given in paths:
-        check_type("images", given, str, os.PathLike)
         path = Path(given)
         if path.is_dir():
             images = (p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
@@ -95,7 +92,6 @@ def read_image(path: str | Path) -> Image.Image:
 
     Repeats gray values in three channels, keeps the upper 8 of 16 bits, and drops alpha, like timm and torchvision.
     """
-    check_type("path", path, str, os.PathLike)
     path = Path(path)
     if not path.is_file():
         reason = "must be an image file, got a folder, pipe or device" if path.exists() else "no such file"

@@ -120,8 +120,12 @@ def predict_to_parquet(
             try:
                 with contextlib.closing(compute(list(itertools.chain(*missing.values())))) as predicted:
                     for name, chunk in list(missing.items()):
-                        found = [_as_fp32(row) for row in itertools.islice(predicted, len(chunk))]
+                        found = list(itertools.islice(predicted, len(chunk)))
                         assert [row["path"] for row in found] == list(map(str, chunk))
+                        for row in found:
+                            row |= {
+                                key: np.float32(value) for key, value in row.items() if isinstance(value, np.ndarray)
+                            }
                         with file_aside(name) as aside:
                             pq.write_table(pa.Table.from_pylist(found, schema=schema), aside)
                         del missing[name]
@@ -151,10 +155,6 @@ def predict_to_parquet(
     return Predicted(len(files), tuple(bad), resumed, tuple(lost))
 
 
-def _as_fp32(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: np.float32(value) if isinstance(value, np.ndarray) else value for name, value in row.items()}
-
-
 def _begin(parts: Path, task: str) -> None:
     if (parts / _TASK).is_file():
         if (parts / _TASK).read_text(encoding="utf-8") != task:
@@ -165,12 +165,6 @@ def _begin(parts: Path, task: str) -> None:
         raise PredictionError(f"{parts}: must be new, empty, or contain the parts of this run: remove the folder")
     with file_aside(parts / _TASK) as aside:
         aside.write_text(task, encoding="utf-8")
-
-
-def _rows_on_worker(
-    model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], device: str
-) -> list[dict[str, Any]]:
-    return list(map(_as_fp32, rows(model.to(device), files, class_names)))
 
 
 def _rows_by_ray(
@@ -196,13 +190,16 @@ def _rows_by_ray(
         count, gpus = _share(ray.cluster_resources(), workers, device)
         size = min(PART, max(BATCH_SIZE, math.ceil(len(files) / (_BLOCKS_PER_WORKER * count))))
         blocks = [files[i : i + size] for i in range(0, len(files), size)]
-        options = (class_names, "cuda" if gpus else "cpu")
-        predict, shared = ray.remote(max_retries=_TRIES - 1, num_gpus=gpus)(_rows_on_worker), ray.put(model)
-        running: list[Any] = []
+        place, shared, running = "cuda" if gpus else "cpu", ray.put(model), []
+
+        @ray.remote(max_retries=_TRIES - 1, num_gpus=gpus)
+        def predict(model: VisionTransformer, block: Sequence[Path]) -> list[dict[str, Any]]:
+            return list(rows(model.to(place), block, class_names))
+
         for i, block in enumerate(blocks):
             while True:
                 for each in blocks[len(tasks) : len(tasks) + count - len(running)]:
-                    tasks.append(predict.remote(shared, each, *options))
+                    tasks.append(predict.remote(shared, each))
                     running.append(tasks[-1])
                 if tasks[i] not in running:
                     break
