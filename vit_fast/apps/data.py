@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from ..config import DataConfig, Size
-from ..errors import VitFastError
+from ..errors import VitFastError, check_type
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -68,6 +68,7 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
     """Returns image files: each given file, and the files with an image suffix in each given folder, sorted."""
     if isinstance(paths, str | Path):
         raise TypeError(f"paths must be a list, got {str(paths)!r}; pass [{str(paths)!r}]")
+    check_type("images", paths, Iterable)
     found: list[Path] = []
     problems: list[str] = []
     for given in paths:

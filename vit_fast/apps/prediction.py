@@ -190,16 +190,17 @@ def _rows_by_ray(
         count, gpus = _share(ray.cluster_resources(), workers, device)
         size = min(PART, max(BATCH_SIZE, math.ceil(len(files) / (_BLOCKS_PER_WORKER * count))))
         blocks = [files[i : i + size] for i in range(0, len(files), size)]
-        place, shared, running = "cuda" if gpus else "cpu", ray.put(model), []
+        place, shared = "cuda" if gpus else "cpu", ray.put(model)
+        running: list[Any] = []
 
-        @ray.remote(max_retries=_TRIES - 1, num_gpus=gpus)
         def predict(model: VisionTransformer, block: Sequence[Path]) -> list[dict[str, Any]]:
             return list(rows(model.to(place), block, class_names))
 
+        remote = ray.remote(max_retries=_TRIES - 1, num_gpus=gpus)(predict)
         for i, block in enumerate(blocks):
             while True:
                 for each in blocks[len(tasks) : len(tasks) + count - len(running)]:
-                    tasks.append(predict.remote(shared, each))
+                    tasks.append(remote.remote(shared, each))
                     running.append(tasks[-1])
                 if tasks[i] not in running:
                     break
