@@ -48,7 +48,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "vit_fast/quantization": (*FP8, "export_eight_bit*"),
     "vit_fast/run": ("runtime", "graph_*", "warm_up", "stand_in_driver"),
     "vit_fast/apps": (*PREDICTION, *TRAINING, "docs"),
-    "vit_fast/ops": (*KERNELS, *FP8, "stand_in_driver", "transforms", "transforms", "auto_backend"),
+    "vit_fast/ops": (*KERNELS, *FP8, "stand_in_driver", "transforms", "auto_backend"),
     "vit_fast/libraries": LIBRARIES,
     "vit_fast/integrations": FUSED,
     "vit_fast/weights": ("weights_*", "model_against_timm", "calibrate"),

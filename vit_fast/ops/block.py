@@ -23,18 +23,10 @@ from torch import Tensor
 
 from ..errors import UnsupportedInputError
 from ..kernels.row_parts import row_parts
+from . import block_backward
 from .attention import attention_forward
 from .backends import fp8_reasons, kernel_reasons
-from .block_backward import (
-    SETTINGS,
-    BlockSettings,
-    block_backward_kernel,
-    block_flop,
-    gradient_names,
-    normed_linears,
-    saved_names,
-    tensors_of,
-)
+from .block_backward import SETTINGS, BlockSettings, block_backward_kernel, normed_linears, tensors_of
 from .descriptions import (
     DTYPES,
     E4M3,
@@ -59,24 +51,11 @@ _NO_QK, _NO_SETTINGS = QkTensors(), QkSettings()
 
 
 def fused_block(
-    x: Tensor,
-    statistics: Tensor | None,
-    tensors: BlockTensors,
-    *,
-    heads: int = 0,
-    attention_scale: float | None = None,
-    eps: tuple[float, float],
-    norm: str = "layer_norm",
-    activation: str = "gelu",
-    qk_norm: QkNorm | None = None,
-    rope: Rope | None = None,
-    keys: Keys | None = None,
-    inner_norm: tuple[str, float] | None = None,
-    residual: bool = True,
-    next_statistics: bool = False,
-    x8: Tensor | None = None,
-    next_factor: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    x: Tensor, statistics: Tensor | None, tensors: BlockTensors, *, eps: tuple[float, float], norm: str = "layer_norm",
+    heads: int = 0, attention_scale: float | None = None, qk_norm: QkNorm | None = None, rope: Rope | None = None,
+    keys: Keys | None = None, activation: str = "gelu", inner_norm: tuple[str, float] | None = None,
+    residual: bool = True, next_statistics: bool = False, x8: Tensor | None = None, next_factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Runs a block or one of its halves; optionally reuses and returns LayerNorm statistics and tokens in e4m3.
 
     Args:
@@ -287,7 +266,7 @@ def _folded(t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]
 
 def _new_names(x: Tensor, s: BlockSettings) -> list[str]:
     """Returns the names of the saved tensors that are outputs: all but x, which an operator must not return."""
-    names = saved_names(s) if s.saves else []
+    names = block_backward.saved_names(s) if s.saves else []
     return names[1:] if names and x.dtype != torch.float32 else names
 
 
@@ -328,11 +307,15 @@ def _save(args: Sequence[Any], output: Sequence[Tensor]) -> tuple[Sequence[Tenso
 def _backward(grad_output: Tensor, saved: Sequence[Tensor], rest: Any) -> Sequence[Tensor | None]:
     dx, *gradients = block_backward_kernel(grad_output, list(saved), *rest)
     remaining = iter(gradients)
-    return dx, None, *(next(remaining) if name else None for name in gradient_names(BlockSettings.read(rest)))
+    return (
+        dx,
+        None,
+        *(next(remaining) if name else None for name in block_backward.gradient_names(BlockSettings.read(rest))),
+    )
 
 
 def _flop(x: Any, statistics: Any, tensors: Any, *settings: Any) -> int:
-    return sum(block_flop(x, tensors, BlockSettings.read(settings)))
+    return sum(block_backward.block_flop(x, tensors, BlockSettings.read(settings)))
 
 
 block_kernel = operator(

@@ -31,13 +31,9 @@ _FOLDED = [f"{name}_{part}" for name in ("norm1", "norm2", "gate", "inner") for 
 
 
 def fold(
-    tensors: BlockTensors,
-    dtype: torch.dtype,
-    norm: str = "layer_norm",
-    rope_head: int = 0,
-    inner_norm: str = "none",
+    tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm", rope_head: int = 0, inner_norm: str = "none",
     scales: BlockScales | None = None,
-) -> BlockTensors:
+) -> BlockTensors:  # fmt: skip
     """Folds the norms of a block into the weights of qkv, fc1 and, with a norm inside the MLP, fc2.
 
     The folded weights are not updated when the parameters change, and have no gradients. If rope_head is head_dim D,

@@ -133,19 +133,10 @@ def fp8_linear(
 
 
 def fp8_block(
-    x: Tensor,
-    tensors: BlockTensors,
-    scales: BlockScales,
-    *,
-    heads: int,
-    attention_scale: float | None = None,
-    eps: tuple[float, float] = (1e-6, 1e-6),
-    norm: str = "layer_norm",
-    activation: str = "gelu",
-    qk_norm: QkNorm | None = None,
-    rope: Rope | None = None,
-    linear: Callable[..., Tensor] = fp8_linear,
-) -> Tensor:
+    x: Tensor, tensors: BlockTensors, scales: BlockScales, *, heads: int, attention_scale: float | None = None,
+    eps: tuple[float, float] = (1e-6, 1e-6), norm: str = "layer_norm", activation: str = "gelu",
+    qk_norm: QkNorm | None = None, rope: Rope | None = None, linear: Callable[..., Tensor] = fp8_linear,
+) -> Tensor:  # fmt: skip
     """Computes `fused_block` in FP8 with the unquantized parameters `tensors`; fp64 x gives the reference.
 
     `linear` is called for qkv, proj, fc1, gate and fc2, in this order.

@@ -52,16 +52,9 @@ def constant_to_compiler(function: Function) -> Function:
 
 
 def operator(
-    name: str,
-    schema: str,
-    function: Callable[..., Any],
-    *,
-    what: str,
-    fake: Callable[..., Any],
-    flop: Callable[..., int],
-    gradient: Gradient | None = None,
-    cached: int | None = None,
-) -> Callable[..., Any]:
+    name: str, schema: str, function: Callable[..., Any], *, what: str, fake: Callable[..., Any],
+    flop: Callable[..., int], gradient: Gradient | None = None, cached: int | None = None,
+) -> Callable[..., Any]:  # fmt: skip
     """Registers a function as the operator vit_fast::name for every device; returns a function that calls the operator.
 
     Args:
@@ -256,9 +249,7 @@ def text_of(*words: Any) -> str:
     return _text(words)
 
 
-@functools.lru_cache(4096)
-def _text(words: tuple[Any, ...]) -> str:
-    return json.dumps(words, default=str)
+_text = functools.lru_cache(4096)(functools.partial(json.dumps, default=str))
 
 
 @functools.lru_cache(4096)
