@@ -202,13 +202,11 @@ SKIPPED = {
     "ShiftedWindowAttention": "windowed attention with a position bias",
     "TransformerDecoderLayer": "a decoder layer: causal and cross-attention",
 }
-FORMS = Forms(
-    globals(),
-    {
-        "torch.nn.modules.activation.MultiheadAttention": MultiheadAttentionMixin,
-        "torch.nn.modules.transformer.TransformerEncoderLayer": TransformerEncoderLayerMixin,
-        "torch.nn.modules.container.Sequential": FusedBlocks,
-        "torchvision.models.vision_transformer.EncoderBlock": EncoderBlockMixin,
-    },
-)
+MIXINS: dict[str, type[FusedModule]] = {
+    "torch.nn.modules.activation.MultiheadAttention": MultiheadAttentionMixin,
+    "torch.nn.modules.transformer.TransformerEncoderLayer": TransformerEncoderLayerMixin,
+    "torch.nn.modules.container.Sequential": FusedBlocks,
+    "torchvision.models.vision_transformer.EncoderBlock": EncoderBlockMixin,
+}
+FORMS = Forms(globals(), MIXINS)
 __getattr__ = FORMS.named

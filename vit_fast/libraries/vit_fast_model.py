@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..blocks.fused import Forms, FusedNormMlp
+from ..blocks.fused import Forms, FusedModule, FusedNormMlp
 from ..blocks.fused import FusedBlocks as BlocksMixin
 from ..blocks.parts import AttentionParts, MlpParts
 from ..blocks.reading import Reader
@@ -114,13 +114,11 @@ def _read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], 
     )  # fmt: skip
 
 
-FORMS = Forms(
-    globals(),
-    {
-        "vit_fast.model.Attention": AttentionMixin,
-        "vit_fast.model.Block": BlockMixin,
-        "vit_fast.model.Blocks": BlocksMixin,
-        "vit_fast.layers.AttentionPool": AttentionPoolMixin,
-    },
-)
+MIXINS: dict[str, type[FusedModule]] = {
+    "vit_fast.model.Attention": AttentionMixin,
+    "vit_fast.model.Block": BlockMixin,
+    "vit_fast.model.Blocks": BlocksMixin,
+    "vit_fast.layers.AttentionPool": AttentionPoolMixin,
+}
+FORMS = Forms(globals(), MIXINS)
 __getattr__ = FORMS.named

@@ -287,16 +287,14 @@ def _causal(is_causal: bool) -> dict[str, Any]:
     return {"is_causal": True} if is_causal else {}
 
 
-FORMS = Forms(
-    globals(),
-    {
-        "timm.layers.attention.Attention": AttentionMixin,
-        "timm.layers.attention.AttentionRope": RotaryAttentionMixin,
-        "timm.models.eva.EvaAttention": RotaryAttentionMixin,
-        "timm.models.vision_transformer.Block": BlockMixin,
-        "timm.models.eva.EvaBlock": EvaBlockMixin,
-        "timm.models.deepseek_vit.DeepseekVitBlock": EvaBlockMixin,
-        "timm.layers.attention_pool.AttentionPoolLatent": AttentionPoolLatentMixin,
-    },
-)
+MIXINS: dict[str, type[FusedModule]] = {
+    "timm.layers.attention.Attention": AttentionMixin,
+    "timm.layers.attention.AttentionRope": RotaryAttentionMixin,
+    "timm.models.eva.EvaAttention": RotaryAttentionMixin,
+    "timm.models.vision_transformer.Block": BlockMixin,
+    "timm.models.eva.EvaBlock": EvaBlockMixin,
+    "timm.models.deepseek_vit.DeepseekVitBlock": EvaBlockMixin,
+    "timm.layers.attention_pool.AttentionPoolLatent": AttentionPoolLatentMixin,
+}
+FORMS = Forms(globals(), MIXINS)
 __getattr__ = FORMS.named

@@ -183,11 +183,9 @@ def packed_tower(tower: nn.Module) -> NaFlexTower | None:
     return NaFlexTower(tower) if comes_from("timm", tower, "NaFlexVit") else None
 
 
-FORMS = Forms(
-    globals(),
-    {
-        "timm.models.vision_transformer.VisionTransformer": VisionTransformerMixin,
-        "timm.models.naflexvit.NaFlexVit": NaFlexVitMixin,
-    },
-)
+MIXINS: dict[str, type[FusedModule]] = {
+    "timm.models.vision_transformer.VisionTransformer": VisionTransformerMixin,
+    "timm.models.naflexvit.NaFlexVit": NaFlexVitMixin,
+}
+FORMS = Forms(globals(), MIXINS)
 __getattr__ = FORMS.named
