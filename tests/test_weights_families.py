@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,32 +152,31 @@ def test_torchvision() -> None:
 def _jax_arrays(big_vision: bool, scanned: bool, pooled: bool) -> dict[str, np.ndarray]:
     """Returns random parameters in Google's layout: kernels [in, out], heads on an axis of their own."""
     C, H, depth = SMALL["embed_dim"], SMALL["num_heads"], SMALL["depth"]
-    D, F = C // H, 4 * C
-    shapes: dict[str, tuple[int, ...]] = {"embedding/kernel": (16, 16, 3, C), "embedding/bias": (C,)}
-    shapes["pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding"] = (1, 16 + (not pooled), C)
-
-    def block(prefix: str, norms: Sequence[str], attention: str, mlp: str) -> None:
-        for norm in norms:
-            shapes[f"{prefix}/{norm}/scale"] = shapes[f"{prefix}/{norm}/bias"] = (C,)
-        for name in ("query", "key", "value"):
-            shapes[f"{prefix}/{attention}/{name}/kernel"] = (C, H, D)
-            shapes[f"{prefix}/{attention}/{name}/bias"] = (H, D)
-        shapes[f"{prefix}/{attention}/out/kernel"], shapes[f"{prefix}/{attention}/out/bias"] = (H, D, C), (C,)
-        for i, (width, out) in enumerate(((C, F), (F, C))):
-            shapes[f"{prefix}/{mlp}/Dense_{i}/kernel"], shapes[f"{prefix}/{mlp}/Dense_{i}/bias"] = (width, out), (out,)
-
-    attention, norm2, mlp = ("0", "1", "0") if big_vision else ("1", "2", "3")
-    for i in range(depth):
-        names = ("LayerNorm_0", f"LayerNorm_{norm2}"), f"MultiHeadDotProductAttention_{attention}", f"MlpBlock_{mlp}"
-        block(f"Transformer/encoderblock_{i}", *names)
-    shapes["Transformer/encoder_norm/scale"] = shapes["Transformer/encoder_norm/bias"] = (C,)
+    D, norm = C // H, {"scale": (C,), "bias": (C,)}
+    mlp = {"Dense_0": {"kernel": (C, 4 * C), "bias": (4 * C,)}, "Dense_1": {"kernel": (4 * C, C), "bias": (C,)}}
+    attention = {name: {"kernel": (C, H, D), "bias": (H, D)} for name in ("query", "key", "value")}
+    attention["out"] = {"kernel": (H, D, C), "bias": (C,)}
+    a, n, m = (0, 1, 0) if big_vision else (1, 2, 3)
+    block = {"LayerNorm_0": norm, f"LayerNorm_{n}": norm, f"MlpBlock_{m}": mlp}
+    block[f"MultiHeadDotProductAttention_{a}"] = attention
+    positions = "pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding"
+    tree: dict[str, Any] = {"embedding": {"kernel": (16, 16, 3, C), "bias": (C,)}, positions: (1, 16 + (not pooled), C)}
+    tree["Transformer"] = {"encoder_norm": norm, **{f"encoderblock_{i}": block for i in range(depth)}}
     if pooled:
-        shapes["MAPHead_0/probe"] = (1, 1, C)
-        block("MAPHead_0", ("LayerNorm_0",), "MultiHeadDotProductAttention_0", "MlpBlock_0")
+        pool = {"LayerNorm_0": norm, "MlpBlock_0": mlp, "MultiHeadDotProductAttention_0": attention}
+        tree["MAPHead_0"] = {"probe": (1, 1, C), **pool}
     else:
-        shapes |= {"cls": (1, 1, C), "head/kernel": (C, 1000), "head/bias": (1000,)}
-    rng = np.random.default_rng(0)
-    arrays = {name: rng.normal(name.endswith("scale"), 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+        tree |= {"cls": (1, 1, C), "head": {"kernel": (C, 1000), "bias": (1000,)}}
+    rng, arrays = np.random.default_rng(0), {}
+
+    def draw(prefix: str, node: Any) -> None:
+        if isinstance(node, dict):
+            for name, child in node.items():
+                draw(f"{prefix}/{name}", child)
+        else:
+            arrays[prefix[1:]] = rng.normal(prefix.endswith("scale"), 0.1, node).astype(np.float32)
+
+    draw("", tree)
     if scanned:
         for name in sorted(name for name in arrays if "encoderblock_0/" in name):
             blocks = [arrays.pop(name.replace("encoderblock_0/", f"encoderblock_{i}/")) for i in range(depth)]
