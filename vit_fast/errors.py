@@ -18,12 +18,7 @@ class VitFastError(Exception):
 
 
 class UnsupportedInputError(VitFastError, ValueError):
-    """A requested backend, precision or format does not support the input.
-
-    Attributes:
-        what: The operation that failed.
-        reasons: All reasons.
-    """
+    """A requested backend, precision or format does not support the input; `reasons` lists all reasons."""
 
     def __init__(self, what: str, reasons: Sequence[str]) -> None:
         self.what = what

@@ -99,10 +99,7 @@ def make_norm(config: ViTConfig, present: bool = True, width: int | None = None)
 
 
 class Mlp(nn.Module):
-    """A two-layer MLP, fc2(act(fc1(x))), or a gated MLP, fc2(act(gate(x)) * up(x)) (SwiGLU, arXiv 2002.05202).
-
-    In a gated MLP, fc1 packs gate and up, in this order.
-    """
+    """MLP: fc2(act(fc1(x))); gated (arXiv 2002.05202): fc2(act(gate(x)) * up(x)), where fc1 packs gate and up."""
 
     def __init__(self, config: ViTConfig, drop: float = 0.0) -> None:
         super().__init__()

@@ -207,15 +207,10 @@ class VisionTransformer(nn.Module):
         return (x + x_dist) / 2
 
     def attention_maps(self, images: Tensor, blocks: Iterable[int] | None = None) -> dict[int, Tensor]:
-        """Returns the attention weights of blocks.
+        """Returns the attention weights [B, H, N, N] for images [B, in_chans, height, width], by block index.
 
-        Args:
-            images: [B, in_chans, height, width].
-            blocks: Block indices; negative ones count from the end. None means all blocks.
-        Returns:
-            A dictionary from block index to weights [B, H, N, N]. Row i contains the weights of query token i.
-        Raises:
-            ValueError: a block does not exist, or was replaced.
+        Row i contains the weights of query token i. `blocks` are indices, also negative ones; None means all blocks.
+        Raises ValueError if a block does not exist, or was replaced.
         """
         depth, maps = self.config.depth, dict[int, Tensor]()
         wanted = list(range(depth) if blocks is None else blocks)

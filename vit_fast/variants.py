@@ -48,10 +48,7 @@ _VARIANTS: dict[str, Variant] = {}
 
 
 def _add(data: DataConfig, *patterns: str, **fields: Any) -> None:
-    """Adds the variants of patterns such as vit_{tiny,small}_patch16_224.
-
-    A name gives size, patch size and image size; fields override them.
-    """
+    """Adds variants, e.g. vit_{tiny,small}_patch16_224; names give sizes of model, patch and image, unless given."""
     for name in itertools.chain.from_iterable(map(_expand, patterns)):
         shape = next((SIZES[word] for word in name.split("_") if word in SIZES), {})
         patch, img = re.search(r"patch(\d+)", name), re.search(r"_(\d+)$", name)
@@ -175,10 +172,7 @@ _add(
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """Returns the sorted names of models that match a shell-style pattern (`*`, `?`, `[...]`).
-
-    Example: `list_models("vit_base_*_224")`.
-    """
+    """Returns the sorted names of models that match a shell-style pattern, e.g. `list_models("vit_base_*_224")`."""
     check_type("pattern", pattern, str)
     return sorted(fnmatch.filter(_VARIANTS, pattern))
 

@@ -1,7 +1,6 @@
 """FixedGrid: a tower for images of any size as a model for images of one size, for ONNX and CUDA graphs.
 
-Such a tower takes the patches of several images and their grids. It reads the grids on the host to compute positions
-and windows. For one fixed grid, these are constants.
+For one size, the positions and windows that the tower computes from the grids on the host are constants.
 """
 
 from __future__ import annotations
@@ -69,12 +68,8 @@ class FixedGrid(nn.Module):
     def forward(self, images: Tensor, features: bool = False) -> Tensor:
         """Maps normalized images [B, 3, height, width] to the tower's output.
 
-        Args:
-            images: The images.
-            features: True returns the input of NaFlexVit's classifier instead of logits.
-        Returns:
-            For Qwen, the input of the language model [B, tokens, C]. For SigLIP 2, the pooled output [B, C], or the
-            tokens [B, N, C] if the tower has no head. For NaFlexVit, logits or features [B, C].
+        For Qwen, this is the input of the language model [B, tokens, C]. For SigLIP 2, it is the pooled output [B, C],
+        or the tokens [B, N, C] if the tower has no head. For NaFlexVit, it is logits, or features [B, C] if requested.
         """
         image = (self.channels, *self.image_hw)
         if images.shape[1:] != image:

@@ -52,10 +52,7 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:
 
 
 def recognize(model: nn.Module) -> ImageModel:
-    """Describes a model for export, in evaluation mode, in fp32 on the CPU; copies it if it has to change for that.
-
-    Raises UnsupportedInputError if its library is not supported, or it is not an image model.
-    """
+    """Describes a model, or a copy in evaluation mode, in fp32 on the CPU; raises UnsupportedInputError."""
     found = next((found for library in IMAGE_MODELS if (found := library.recognize(model)) is not None), None)
     if found is None:
         what = f"export of a {type(model).__module__}.{type(model).__qualname__}"
@@ -113,11 +110,8 @@ def form_or_reason(cls: type[nn.Module]) -> tuple[type[FusedModule] | None, str 
 
 
 def is_near_attention(model: nn.Module, name: str) -> bool:
-    """Returns True if a module is near attention, as in an encoder block, unlike those in heads and projectors.
-
-    Searches the children and grandchildren of the two enclosing modules, without the layers of lists.
-    """
-    for _ in range(2):
+    """Returns True if a module is near attention, as in an encoder block, unlike those in heads and projectors."""
+    for _ in range(2):  # searches the two enclosing modules, but not the layers of lists in them
         if not name:
             return False
         name = name.rpartition(".")[0]

@@ -1,8 +1,4 @@
-"""Builds models, loads weights of timm, transformers, torchvision and Google's JAX code into them, and saves them.
-
-If some weights do not fit, the error lists all missing and unexpected names and all different shapes, and the model
-stays unchanged.
-"""
+"""Builds models, loads weights of timm, transformers, torchvision and Google's JAX code into them, and saves them."""
 
 from __future__ import annotations
 

@@ -38,11 +38,7 @@ class Call:
 
 
 class PackedTower(abc.ABC):
-    """Packs the calls of a vision tower. Each family has a subclass.
-
-    `shapes` contains the shape of one token of each input. `like` is a tensor with the dtype and device of these
-    inputs, by default a parameter.
-    """
+    """Packs the calls of a vision tower. Each family has a subclass."""
 
     axis = 0  # token axis of the outputs
     unit = 1  # tokens that are merged into one; budgets are multiples of it
@@ -51,8 +47,8 @@ class PackedTower(abc.ABC):
 
     def __init__(self, tower: nn.Module, shapes: Mapping[str, tuple[int, ...]], like: Tensor | None = None) -> None:
         self.tower: Any = tower
-        self.shapes = shapes
-        self.like = next(tower.parameters()) if like is None else like
+        self.shapes = shapes  # of one token of each input
+        self.like = next(tower.parameters()) if like is None else like  # has the dtype and device of the inputs
 
     @abc.abstractmethod
     def read(self, *args: Any, **kwargs: Any) -> Call:
@@ -168,10 +164,7 @@ class ImageTower(PackedTower):
 
 
 class PaddedTower(PackedTower):
-    """A tower whose images are padded to one number of tokens. Packs the tokens without the padding.
-
-    The first input of a call is [B, N, ...]. Padding is 0 in the outputs.
-    """
+    """A tower whose first input [B, N, ...] is padded. Packs the tokens without padding, which is 0 in the outputs."""
 
     axis = 1
     prefix = 0  # class and register tokens before the patches of an image
