@@ -6,12 +6,11 @@ affect the others. After Ctrl-C, the record contains what was measured. If the p
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,7 +180,7 @@ class _Run:
             watch = Watch(prepared, protocol, self.configuration.is_default, lambda: self.elapsed_s() >= end_s)
             add = partial(self._add_timed, group, prepared, watch.best, conditions)
             try:
-                with conditions.watch(), at_most(preparation.CANDIDATE_SECONDS) as watch.again:
+                with at_most(preparation.CANDIDATE_SECONDS) as watch.again:
                     timings = time_interleaved(watch.calls, self.device, protocol, on_round=watch)
             except KeyboardInterrupt:
                 add(watch.timings(), "interrupted")
@@ -309,41 +308,30 @@ def best_ceilings(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Conditions:
-    """The state of the machine while candidates are timed: other processes, throttling."""
+    """The state of the machine since this object was created: other processes, throttling."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.elapsed_s = self.others_s = self.throttled_s = 0.0
-        self.gpu_slowed = False
+        self._before = self._read()
 
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Records the state during a block; may be entered several times."""
-        before, start = self._read(), time.perf_counter()
-        try:
-            yield
-        finally:
-            others_s, throttled_s = (now - then for now, then in zip(self._read(), before, strict=True))
-            self.elapsed_s += time.perf_counter() - start
-            self.throttled_s += throttled_s
-            self.others_s += max(others_s, 0.0)
-
-    def _read(self) -> tuple[float, float]:
-        """Returns seconds per CPU that other processes were busy since boot, and seconds withheld by the quota."""
+    def _read(self) -> tuple[float, float, float, bool]:
+        """Returns the time, seconds per CPU of other processes, seconds withheld by the quota, and GPU throttling."""
+        (busy_s, processors), times, is_slowed = _busy_seconds(), os.times(), False
+        own_s = times.user + times.system + times.children_user + times.children_system
         if self._device.type == "cuda":
             active = gpu_query(self._device, "clocks_event_reasons.active") or ""
-            self.gpu_slowed |= active.startswith("0x") and bool(int(active, 16) & GPU_SLOWDOWNS)
-        (busy_s, processors), times = _busy_seconds(), os.times()
-        own_s = times.user + times.system + times.children_user + times.children_system
-        return (busy_s - own_s) / processors if processors else 0.0, _throttled_seconds()
+            is_slowed = active.startswith("0x") and bool(int(active, 16) & GPU_SLOWDOWNS)
+        others_s = (busy_s - own_s) / processors if processors else 0.0
+        return time.perf_counter(), others_s, _throttled_seconds(), is_slowed
 
     def summary(self) -> dict[str, Any]:
         """Returns plain data for the record; `busy` lists reasons not to trust the figures."""
-        others, throttled = (seconds / max(self.elapsed_s, 1e-9) for seconds in (self.others_s, self.throttled_s))
+        (start, *before, was_slowed), (end, *after, is_slowed) = self._before, self._read()
+        others, throttled = (max(b - a, 0.0) / max(end - start, 1e-9) for a, b in zip(before, after, strict=True))
         checks = (
             (others > BUSY_SHARE, f"other processes used {others:.0%} of the CPU time"),
             (throttled > THROTTLED_SHARE, f"the cgroup's quota throttled this process for {throttled:.0%} of the time"),
-            (self.gpu_slowed, "the GPU throttled"),
+            (was_slowed or is_slowed, "the GPU throttled"),
         )
         busy = [reason for is_so, reason in checks if is_so]
         return {"others_share": round(others, 4), "throttled_share": round(throttled, 4), "busy": busy}
@@ -354,9 +342,8 @@ def _busy_seconds() -> tuple[float, int]:
     try:
         allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-        ticks = [
-            map(float, (*fields[1:4], *fields[6:9])) for fields in lines if allowed & {*fields[:1]}
-        ]  # without idle
+        # without the times of idle and iowait
+        ticks = [map(float, (*fields[1:4], *fields[6:9])) for fields in lines if allowed & {*fields[:1]}]
         return sum(map(sum, ticks)) / os.sysconf("SC_CLK_TCK"), len(ticks)
     except (OSError, AttributeError, ValueError):
         return 0.0, 0
