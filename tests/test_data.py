@@ -17,7 +17,6 @@ from vit_fast.apps.data import (
     ImageError,
     ImageFolder,
     find_images,
-    load_images,
     make_transform,
     read_image,
     sample_image,
@@ -122,17 +121,6 @@ def test_find_images_searches_folders_and_lists_every_problem(tmp_path: Path) ->
     for one in (".", tmp_path):  # not the list of its letters
         with pytest.raises(TypeError, match=r"must be a list, got '.+'; pass \['.+'\]"):
             find_images(one)
-
-
-def test_load_images(tmp_path: Path) -> None:
-    model = create_model("vit_test")
-    for i, color in enumerate(("red", "green", "blue")):
-        Image.new("RGB", (40, 50), color).save(tmp_path / f"{i}.png")
-    found = load_images([tmp_path], model)
-    assert found.shape == (3, 3, 32, 32) and found.dtype == torch.float32
-    assert found.mean((2, 3)).argmax(1).tolist() == [0, 1, 2]
-    with pytest.raises(ValueError, match="at least one image or folder"):
-        load_images([], model)
 
 
 def test_bundled_digits() -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import triton
 
-from ..device import REFERENCE_GPU
 from ..launch import Launch
 from . import offline
 from .attention_builds import attention_builds
@@ -123,19 +122,10 @@ def problems(build: Build, stats: Stats, arch: str) -> list[str]:
     return found
 
 
-def is_recorded(build: Build, arch: str) -> bool:
-    return build.core or arch == REFERENCE_GPU.arch
-
-
 def read_baseline(path: Path = BASELINE_PATH) -> dict[str, Any]:
     """Returns the baseline: {"triton": version, "builds": {key: statistics}}."""
     baseline: dict[str, Any] = json.loads(path.read_text())
     return baseline
-
-
-def is_comparable(baseline: Mapping[str, Any]) -> bool:
-    """True if the baseline was written with the installed triton version."""
-    return bool(baseline["triton"] == triton.__version__)
 
 
 def regressions(baseline: Mapping[str, Any], key: str, now: Stats) -> list[str]:
@@ -154,7 +144,7 @@ def regressions(baseline: Mapping[str, Any], key: str, now: Stats) -> list[str]:
 def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> None:
     """Writes `found`. Preserves the entries of other architectures, if the triton version is unchanged."""
     builds: dict[str, Any] = {}
-    if path.exists() and is_comparable(old := read_baseline(path)):
+    if path.exists() and (old := read_baseline(path))["triton"] == triton.__version__:
         written = {key.partition("/")[0] for key in found}
         builds = {key: counts for key, counts in old["builds"].items() if key.partition("/")[0] not in written}
     for key, stats in found.items():

@@ -82,7 +82,7 @@ def open_data(path: Path | None = None, validation: Path | None = None) -> Train
             (name, root)
             for name, folder in _OF_TORCHVISION.items()
             for root in (path, path.parent)
-            if (root / folder).is_dir() and (root is path or path.name == Path(folder).parts[0])
+            if (root / folder).is_dir() and (root / folder).is_relative_to(path)
         ]
     )
     if len(found) > 1:

@@ -35,11 +35,7 @@ from .errors import UnsupportedInputError
 from .ops import attention, attention_qkvpacked, layer_norm_mlp, scaled_dot_product_attention
 
 __all__ = [
-    "UnsupportedInputError",
-    "attention",
-    "attention_qkvpacked",
-    "layer_norm_mlp",
-    "scaled_dot_product_attention",
+    "UnsupportedInputError", "attention", "attention_qkvpacked", "layer_norm_mlp", "scaled_dot_product_attention",
 ]
 '''
 
