@@ -170,7 +170,7 @@ def test_a_model_stays_fused_after_accelerate_removed_its_hooks(library: str) ->
 @pytest.mark.each_value
 @pytest.mark.parametrize("how", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_forward_that_was_set_stays_and_may_call_the_one_before(
+def test_a_forward_set_by_users_stays_and_may_call_the_previous_one(
     library: str, how: Callable[[nn.Module], nn.Module]
 ) -> None:
     subject = SUBJECTS[LIBRARIES[library]]
@@ -226,7 +226,7 @@ PATHS = {"timm": "blocks", "torchvision": "encoder.layers", "vit-fast": "blocks"
 @pytest.mark.each_value
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("library", PATHS)
-def test_containers_do_what_they_do_without_fuse(library: str, operation: str) -> None:
+def test_operations_of_sequential_work(library: str, operation: str) -> None:
     model = of_depth(3)[library].build().eval()
     expected = OPERATIONS[operation](copy.deepcopy(model).get_submodule(PATHS[library]))
     vit_fast.fuse(model, "sdpa").require_all()
@@ -255,7 +255,7 @@ def test_a_block_that_is_not_fused_in_a_fused_sequential(backend: str) -> None:
         torch.testing.assert_close(blocks(X), expected(X), rtol=1e-4, atol=1e-4)
 
 
-def test_a_slice_of_our_blocks_passes_rotary_positions_on() -> None:
+def test_a_slice_of_blocks_passes_rotary_positions() -> None:
     model, images = rotary_of_depth(3)["vit-fast"].build().eval(), torch.randn(1, 3, IMAGE, IMAGE)
     vit_fast.set_backend(model, "sdpa")
     model.blocks = model.blocks[:2]

@@ -7,12 +7,12 @@ import importlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import packed_towers
 import pytest
 import torch
-from fused_classes import TABLE
 from fused_models import IMAGE, SUBJECTS, Subject, of_depth
 from torch import Tensor, nn
 
@@ -21,6 +21,7 @@ from vit_fast.blocks.fused import FusedModule
 from vit_fast.libraries import known
 from vit_fast.libraries.transformers.families import LIKE_QWEN
 
+CLASSES = Path(__file__).parents[1] / "docs" / "classes.md"
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "num_hidden_layers": 1}
 SIZES |= {"image_size": IMAGE, "patch_size": 16}
@@ -55,7 +56,7 @@ OFTEN = (
 # and all towers of transformers that fuse supports and that read nothing but images
 CHANGED = {name: ALL[name] for name in OFTEN} | {
     name: tower_of(folder, name)
-    for folder, name in re.findall(r"^\| (\w+) \| (\w+) \| default \| fused", TABLE.read_text(), re.MULTILINE)
+    for folder, name in re.findall(r"^\| (\w+) \| (\w+) \| default \| fused", CLASSES.read_text(), re.MULTILINE)
     if folder not in ("pixtral", "qwen2_vl", "siglip2", "vit_mae", *LIKE_QWEN)
 }
 

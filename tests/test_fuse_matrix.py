@@ -136,7 +136,7 @@ def test_a_compiled_block_follows_changes(library: str, change: str) -> None:
 
 
 @every_library
-def test_gradient_checkpointing_as_the_library_does_it(library: str) -> None:
+def test_gradient_checkpointing_of_the_library(library: str) -> None:
     subject, model, inputs, _ = fused(library)
     model.train()
     output, grads = gradients(subject, model, inputs)

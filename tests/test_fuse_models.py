@@ -146,7 +146,7 @@ AUGMENTED = {
 @pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
 @pytest.mark.parametrize("name", AUGMENTED)
-def test_positions_that_training_augments(name: str, backend: str) -> None:
+def test_augmented_positions(name: str, backend: str) -> None:
     subject = timm_subject("vit_small_patch16_dinov3", size=64, depth=1, embed_dim=32, **AUGMENTED[name])
     model, inputs = subject.build().to(DEVICE).train(), on_device(subject.inputs())
     twin = copy.deepcopy(model)
@@ -162,7 +162,7 @@ def test_positions_that_training_augments(name: str, backend: str) -> None:
         )
 
 
-def test_fewer_heads_of_keys_run_our_attention_between_the_modules() -> None:
+def test_grouped_query_attention_runs_between_the_modules() -> None:
     subject = timm_subject(
         "vit_small_patch16_dinov3", attn_type="rope", qkv_fused=False, num_kv_heads=1, qk_norm=True, qkv_bias=True
     )
@@ -171,7 +171,7 @@ def test_fewer_heads_of_keys_run_our_attention_between_the_modules() -> None:
     assert model.blocks[0].read().attention_reasons == ("attn.num_kv_groups must be 1, got 2",)
 
 
-def test_frozen_norms_of_q_and_k_follow_the_pairs() -> None:
+def test_frozen_blocks_with_qk_norm_and_without_positions() -> None:
     """Freezing makes rotated pairs of q and k adjacent. A call without positions needs the original order."""
     subject = timm_subject("vit_small_patch16_dinov3", depth=1, embed_dim=128, qk_norm=True)
     model = subject.build().eval().to(DEVICE, torch.bfloat16)
@@ -207,7 +207,7 @@ DROPPING: dict[str, Subject] = {
 
 
 @pytest.mark.parametrize("case", DROPPING)
-def test_fusing_in_training_and_in_evaluation_is_the_same(case: str) -> None:
+def test_fuse_in_training_mode_equals_fuse_in_evaluation_mode(case: str) -> None:
     subject = DROPPING[case]
     model, inputs = subject.build().train(), subject.inputs()
     twin, evaluated = copy.deepcopy(model), copy.deepcopy(model).eval()

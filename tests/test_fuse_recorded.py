@@ -45,7 +45,7 @@ def make_eager(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fused_model_records_what_it_recorded(name: str) -> None:
+def test_a_fused_model_records_the_same_outputs(name: str) -> None:
     plain, inputs = build(name)
     fused = copy.deepcopy(plain)
     vit_fast.fuse(fused, "sdpa")

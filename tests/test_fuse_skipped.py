@@ -97,7 +97,7 @@ def test_calls_with_masks_run_the_original_forward() -> None:
     torch.testing.assert_close(results(), expected)
 
 
-def test_nothing_is_half_fused_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_leaves_the_model_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     model = SUBJECTS["timm-vit"].build()
     before = [(type(module), dict(vars(module))) for module in model.modules()]
     raised = MagicMock(side_effect=[None, MemoryError("the second block")])
@@ -140,7 +140,7 @@ def test_head_sizes_and_dtypes_without_kernels_are_skipped() -> None:
     assert NARROW in str(caught.value) and DOUBLE in str(caught.value)
 
 
-def test_auto_is_triton_only_where_its_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_selects_sdpa_for_modules_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (fusion, common):  # as on a GPU
         monkeypatch.setattr(module, "resolve_backend", lambda name, *_: "triton" if name == "auto" else name)
     for make in (tiny_timm, functools.partial(vit_fast.create_model, "vit_test")):
