@@ -109,12 +109,6 @@ def measure(name: str, folder: str, start: float) -> None:
         journal.finish({RECORD_NAME: to_json(run(configuration, journal=journal))}, keep=False)
 
 
-def tests(name: str, limit_s: float, *arguments: str, parallel: bool = True) -> Job:
-    """Returns a job that runs tests on the GPU."""
-    processes = ("-n", "8") if parallel and importlib.util.find_spec("xdist") else ()
-    return Job("tests", name, limit_s, (*processes, *arguments))
-
-
 def bench(
     part: str, name: str, limit_s: float, models: Sequence[str], candidates: str, *batches: int, train: str = ""
 ) -> Job:
@@ -124,6 +118,7 @@ def bench(
     return Job(part, name, limit_s, (), tuple(request | {"candidates": c.split(), "train": t} for c, t in each if c))
 
 
+_PARALLEL = ("-n", "8") if importlib.util.find_spec("xdist") else ()
 # Some of the tests that usually run in Triton's interpreter; compiling all of them would take too long.
 _FIRST = "nan_stays or (test_sizes and 17-192-264-LayerNorm-torch.bfloat16)"
 _ATTENTION_TESTS = "every_layout or far_below or nan_stays or (every_shape and torch.float16)"
@@ -146,8 +141,7 @@ _RIVALS = "triton sdpa-cudnn sdpa-flash sdpa-efficient"
 
 # The most important first.
 JOBS: tuple[Job, ...] = (
-    tests("tests, first", 60, "-k", _FIRST, "tests/test_attention_kernel.py", "tests/test_mlp_kernels.py",
-          parallel=False),
+    Job("tests", "tests, first", 60, ("-k", _FIRST, "tests/test_attention_kernel.py", "tests/test_mlp_kernels.py")),
     bench("attention", "attention", 75, [_ATTENTION], _RIVALS, 256, train=_RIVALS),
     bench("mlp", "mlp", 65, [_MLP], "triton eager", 256, train="triton eager"),
     bench("models", "ViT-B", 95, [_VIT_B], "triton triton-frozen triton-graphs sdpa timm", 256, 1),
@@ -159,9 +153,10 @@ JOBS: tuple[Job, ...] = (
     bench("mlp", "matmul alone", 30, ["matmul:197x768x3072"], "triton eager", 256),
     bench("models", "ViT-S", 35, [_VIT_S], "triton-frozen sdpa timm", 128),
     bench("models", "ViT-L, also in FP8", 55, [_VIT_L], "triton-frozen triton-fp8 torchao-fp8+compile sdpa timm", 128),
-    tests("tests that need a GPU", 80, "-m", "gpu", *(_GPU_FILES or ["tests"])),
-    tests("tests of the MLP, compiled", 80, "-k", _MLP_TESTS, *map("tests/{}".format, _MLP_FILES)),
-    tests("tests of attention, compiled", 60, "-k", _ATTENTION_TESTS, "tests/test_attention_kernel.py"),
+    Job("tests", "tests that need a GPU", 80, (*_PARALLEL, "-m", "gpu", *(_GPU_FILES or ["tests"]))),
+    Job("tests", "tests of the MLP, compiled", 80, (*_PARALLEL, "-k", _MLP_TESTS, *map("tests/{}".format, _MLP_FILES))),
+    Job("tests", "tests of attention, compiled", 60,
+        (*_PARALLEL, "-k", _ATTENTION_TESTS, "tests/test_attention_kernel.py")),
     bench("models", "fused models", 45, [_VIT_B], "timm timm+fused transformers transformers+fused", 256),
     bench("attention", "FlexAttention", 45, [_ATTENTION, _LARGER[0]], "triton flex flash-attn", 256),
     bench("attention", "larger attention", 75, _LARGER, _RIVALS, 32, train=_RIVALS),
