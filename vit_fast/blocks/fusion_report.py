@@ -11,44 +11,27 @@ from ..errors import UnsupportedInputError
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """Report of one module.
+    """Report of one module."""
 
-    Attributes:
-        name: Dotted name in the model; "" for the model itself.
-        class_name: Class before fuse.
-        part: "attention", "norm + MLP" or "normalization".
-        fused: True if the module now runs a fused operator.
-        reasons: All reasons why the module was skipped.
-        notes: Notes about a fused module.
-    """
-
-    name: str
-    class_name: str
-    part: str
-    fused: bool
-    reasons: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    name: str  # dotted name in the model; "" for the model itself
+    class_name: str  # before fuse
+    part: str  # "attention", "norm + MLP" or "normalization"
+    fused: bool  # True if the module now runs a fused operator
+    reasons: tuple[str, ...] = ()  # all reasons why the module was skipped
+    notes: tuple[str, ...] = ()  # about a fused module
 
 
 @dataclass(frozen=True)
 class FusionReport:
-    """Report of fuse, which prints as a table.
+    """Report of fuse, which prints as a table."""
 
-    Attributes:
-        backend: The backend that "auto" resolved to: "eager", "sdpa" or "triton".
-        modules: One entry per module, in the model's order.
-        backend_reasons: All reasons why "auto" did not select triton.
-        precision: The requested precision; None for the model's own.
-        precision_notes: Measured effects of the requested precision.
-        elsewhere: Names of language models and decoders inside the model. In these, only supported classes are fused
-            and reported, e.g. CLIP's text tower.
-    """
-
-    backend: str
-    modules: tuple[ModuleReport, ...] = ()
-    backend_reasons: tuple[str, ...] = ()
-    precision: str | None = None
-    precision_notes: tuple[str, ...] = ()
+    backend: str  # that "auto" resolved to: "eager", "sdpa" or "triton"
+    modules: tuple[ModuleReport, ...] = ()  # in the model's order
+    backend_reasons: tuple[str, ...] = ()  # why "auto" did not select triton
+    precision: str | None = None  # as requested; None for the model's own
+    precision_notes: tuple[str, ...] = ()  # measured effects of the requested precision
+    # Names of language models and decoders inside the model, e.g. CLIP's text tower. In these, only supported classes
+    # are fused and reported.
     elsewhere: tuple[str, ...] = ()
 
     @property

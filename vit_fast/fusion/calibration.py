@@ -37,15 +37,10 @@ class LinearCalibration:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Result of `calibrate`; print it for a table.
+    """Result of `calibrate`; print it for a table."""
 
-    Attributes:
-        images: Number of images.
-        linears: Linear layers in the model's order.
-    """
-
-    images: int
-    linears: tuple[LinearCalibration, ...]
+    images: int  #: Number of images.
+    linears: tuple[LinearCalibration, ...]  #: Linear layers in the order of the model.
 
     def __str__(self) -> str:
         width = max(len(linear.name) for linear in self.linears)

@@ -109,19 +109,12 @@ def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> Callable
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Result of a warm-up.
+    """Result of a warm-up."""
 
-    Attributes:
-        kernels: Number of kernels that later calls need and that were not loaded yet.
-        compiled: How many of them were compiled; the others were in Triton's cache on disk.
-        seconds: Duration.
-        reasons: Reasons why nothing was compiled, e.g. no GPU or no triton.
-    """
-
-    kernels: int
-    compiled: int
+    kernels: int  # that later calls need and that were not loaded yet
+    compiled: int  # the other kernels were in Triton's cache on disk
     seconds: float
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()  # why nothing was compiled, e.g. no GPU or no triton
 
     def __str__(self) -> str:
         if self.reasons:
