@@ -66,11 +66,11 @@ def test_signatures_of_graphs(images, graphs: list[Tape]) -> None:
 
 
 def test_compiled_models_return_memory_of_their_own(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler whose graphs write all their outputs into one place, like max-autotune."""
-    asked: list[dict[str, Any]] = []
+    """With a compiler whose graphs write all their outputs into one place, like max-autotune."""
+    options: list[dict[str, Any]] = []
 
     def compile_to_graphs(work: nn.Module, **how: Any) -> nn.Module:
-        asked.append(how)
+        options.append(how)
         place: list[Tensor] = []
         work.register_forward_hook(
             lambda module, args, output: place[0].copy_(output) if place else (place.append(output), output)[1]
@@ -82,7 +82,7 @@ def test_compiled_models_return_memory_of_their_own(model, images, monkeypatch: 
     first = optimized(images)
     optimized(images + 1)
     assert_within(first, model(images), copy.deepcopy(model).double()(images.double()), 2, "max-autotune")
-    assert asked == [{"mode": "max-autotune", "fullgraph": False, "dynamic": False}]
+    assert options == [{"mode": "max-autotune", "fullgraph": False, "dynamic": False}]
 
 
 def test_triton_kernels_are_chosen_per_part(images) -> None:
@@ -97,19 +97,20 @@ def test_triton_kernels_are_chosen_per_part(images) -> None:
         assert trials.checked[choice].error <= trials.checked[choice].allowed
 
 
-def test_failing_candidates_do_not_end_the_search(model, images, monkeypatch) -> None:
-    def fail(error: Exception) -> None:
-        raise error
-
-    trials = Trials(model, images)
-    for error, reason in (
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
         (torch.cuda.OutOfMemoryError("CUDA out of memory"), "out of memory"),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "illegal memory access"),
-    ):
-        with monkeypatch.context() as patch, pytest.raises(Refused, match=reason):
-            patch.setattr("vit_fast.measure.trials.build", lambda *_, error=error: fail(error))
-            trials.prepare(FUSED, 60)
-    trials.prepare(Candidate(), 60)
+    ],
+)
+def test_failing_candidates_do_not_end_the_search(model, images, monkeypatch, error, reason) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("vit_fast.measure.trials.build", fail)
+    with pytest.raises(Refused, match=reason):
+        Trials(model, images).prepare(FUSED, 60)
 
 
 def test_fp8_is_calibrated_and_computes(images, graphs: list[Tape], monkeypatch: pytest.MonkeyPatch) -> None:

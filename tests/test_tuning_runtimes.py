@@ -14,6 +14,7 @@ import pytest
 import torch
 from command_line import run
 from fused_models import assert_within
+from onnx_models import randomized
 from torch import nn
 
 import vit_fast
@@ -31,12 +32,8 @@ pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    generator = torch.Generator().manual_seed(0)
-    model = vit_fast.create_model("vit_test", backend="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return model
+    torch.manual_seed(0)
+    return randomized(vit_fast.create_model("vit_test", backend="eager")).eval()
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +52,9 @@ def files(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CHOICES = [
-    Candidate(),
-    Candidate("onnxruntime", threads=2),
-    Candidate("onnxruntime", split=1),
+    Candidate(), Candidate("onnxruntime", threads=2), Candidate("onnxruntime", split=1),
     Candidate("onnxruntime", precision="int8"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.fast_cases("plain-original", "beside-ONNX Runtime, 2 threads")
@@ -160,11 +155,9 @@ def test_signals_are_handled_after_openvino_models_are_deleted(files: Path) -> N
         from vit_fast.measure.candidate import Candidate
         from vit_fast.measure.runtimes import open_file
 
-        images = torch.zeros(2, 3, 32, 32)
         path = Path({str(files / "plain.onnx")!r})
-        first, second = (open_file(Candidate("openvino"), path, images, None) for _ in range(2))
-        del first
-        del second
+        models = [open_file(Candidate("openvino"), path, torch.zeros(2, 3, 32, 32), None) for _ in range(2)]
+        del models[0], models[0]
         signal.signal(signal.SIGUSR1, lambda *_: print("handled"))
         signal.raise_signal(signal.SIGUSR1)
     """
@@ -174,15 +167,14 @@ def test_signals_are_handled_after_openvino_models_are_deleted(files: Path) -> N
 
 def test_openvino_takes_images_in_bf16(files: Path, images) -> None:
     pytest.importorskip("openvino")
-    path, rounded = files / "plain.onnx", images.bfloat16()
+    path, candidate, rounded = files / "plain.onnx", Candidate("openvino", precision="bf16"), images.bfloat16()
     exact = open_file(Candidate("openvino"), path, images, None)(rounded.float())
     try:
-        run = open_file(Candidate("openvino", precision="bf16"), path, rounded, None)
+        run = open_file(candidate, path, rounded, None)
     except UnsupportedInputError as error:
         pytest.skip(str(error))
-    expected = open_file(Candidate("openvino", precision="bf16"), path, images, None)(rounded.float())
+    expected = open_file(candidate, path, images, None)(rounded.float())
     for given in (rounded, rounded.contiguous(memory_format=torch.channels_last)):
-        found = run(given)
-        assert found.dtype == torch.float32
+        assert (found := run(given)).dtype == torch.float32
         # the error of images in fp32, doubled because OpenVINO converts them elsewhere in the graph
         assert (found - exact).abs().max() <= 2 * (expected - exact).abs().max()
