@@ -32,35 +32,25 @@ from .models import Group, OutputOf, weights_of
 
 # The most important ones first: the last ones are skipped if time runs out.
 DEFAULT_NAMES = {
-    "cpu": (
-        "timm", "timm+fused+frozen", "openvino", "onnxruntime", "timm+compile:freezing", "timm+fused+compile:freezing",
-        "timm+compile", "timm+fused", "transformers", "torchvision", "sdpa", "eager", "onnxruntime-int8",
-    ),
-    "cuda": (
-        "eager", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "triton", "triton-frozen", "triton-graphs",
-        "timm", "transformers", "torchvision", "eager+compile", "sdpa+compile", "sdpa+compile:max-autotune",
-        "triton+compile", "triton+compile:reduce-overhead", "triton+compile:max-autotune", "timm+compile",
-        "timm+compile:max-autotune", "transformers+compile", "timm+fused", "timm+fused+compile", "transformers+fused",
-        "optimized", "onnxruntime", "tensorrt", "torchao-int8+compile", "triton-fp8",
-        "torchao-fp8+compile",
-    ),
-}  # fmt: skip
-# Without bf16 on a CPU.
-FP32_ALONE = ("onnxruntime", "onnxruntime-int8")
-
-_SDPA = ("sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
+    "cpu": "timm timm+fused+frozen openvino onnxruntime timm+compile:freezing timm+fused+compile:freezing timm+compile"
+    " timm+fused transformers torchvision sdpa eager onnxruntime-int8",
+    "cuda": "eager sdpa sdpa-flash sdpa-cudnn sdpa-efficient triton triton-frozen triton-graphs timm transformers"
+    " torchvision eager+compile sdpa+compile sdpa+compile:max-autotune triton+compile triton+compile:reduce-overhead"
+    " triton+compile:max-autotune timm+compile timm+compile:max-autotune transformers+compile timm+fused"
+    " timm+fused+compile transformers+fused optimized onnxruntime tensorrt torchao-int8+compile triton-fp8"
+    " torchao-fp8+compile",
+}
+FP32_ALONE = ("onnxruntime", "onnxruntime-int8")  # without bf16 on a CPU
 # For other models than our variants, and for parts of models.
 NAMES = {
-    "given": (
-        "given", "given+fused+frozen", "openvino", "onnxruntime", "given+compile:freezing",
-        "given+fused+compile:freezing", "given+compile", "given+fused", "given+fused+compile",
-    ),
-    "onnx": ("onnxruntime", "openvino"),
-    "block": ("eager", "sdpa", "triton", "timm", "timm+fused"),
-    "attention": ("eager", *_SDPA, "triton", "flex", "flash-attn"),
-    "mlp": ("eager", "triton", "cublaslt", "eager+compile"),
-    "matmul": ("eager", "triton"),
-}  # fmt: skip
+    "given": "given given+fused+frozen openvino onnxruntime given+compile:freezing given+fused+compile:freezing"
+    " given+compile given+fused given+fused+compile",
+    "onnx": "onnxruntime openvino",
+    "block": "eager sdpa triton timm timm+fused",
+    "attention": "eager sdpa sdpa-flash sdpa-cudnn sdpa-efficient triton flex flash-attn",
+    "mlp": "eager triton cublaslt eager+compile",
+    "matmul": "eager triton",
+}
 
 
 def parse_candidate(word: str) -> Candidate:
@@ -87,8 +77,8 @@ def choose(
     """Returns the named candidates, or the default ones for a kind of model (see models.Model) on a device."""
     if names is not None:
         return list({candidate.name: candidate for candidate in map(parse_candidate, names)}.values())
-    found = map(parse_candidate, DEFAULT_NAMES[device.type] if kind == "vit-fast" else NAMES[kind])
-    return [candidate for candidate in found if candidate.trainable or not training]
+    words = (DEFAULT_NAMES[device.type] if kind == "vit-fast" else NAMES[kind]).split()
+    return [candidate for candidate in map(parse_candidate, words) if candidate.trainable or not training]
 
 
 # The allowed error of lower precision as a share of the largest output; the accuracy rule is for full precision.

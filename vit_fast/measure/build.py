@@ -124,13 +124,9 @@ class Optimized(nn.Module):
 
 
 def build(
-    candidate: Candidate,
-    model: nn.Module,
-    example: Any,
-    output: Any,
-    image_files: Sequence[str | Path],
+    candidate: Candidate, model: nn.Module, example: Any, output: Any, image_files: Sequence[str | Path],
     min_agreement: float = 0.0,
-) -> Optimized:
+) -> Optimized:  # fmt: skip
     """Builds a candidate for a model in evaluation mode, which is not changed; the result may share its weights.
 
     `output` is the model's output for the example. `image_files` calibrate int8 and fp8.
