@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,9 @@ def of_transformers(config: str, model: str, **fields: Any) -> nn.Module:
     return built
 
 
-def transformers_vit() -> nn.Module:
-    names = dict(enumerate(NAMES))
-    return of_transformers(
-        "ViT", "ViTForImageClassification", id2label=names, label2id={v: k for k, v in names.items()}
-    )
-
-
-def transformers_siglip2() -> nn.Module:
-    return of_transformers("Siglip2Vision", "Siglip2VisionModel", num_patches=16)
+LABELS = {"id2label": dict(enumerate(NAMES)), "label2id": {name: i for i, name in enumerate(NAMES)}}
+transformers_vit = partial(of_transformers, "ViT", "ViTForImageClassification", **LABELS)
+transformers_siglip2 = partial(of_transformers, "Siglip2Vision", "Siglip2VisionModel", num_patches=16)
 
 
 def torchvision_vit() -> nn.Module:
@@ -80,7 +75,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 
 
 def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
-    """The model in evaluation mode with every parameter drawn anew: norms around one, the rest around zero."""
+    """Returns the model in evaluation mode with random parameters: norms around one, the others around zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -104,7 +99,7 @@ FILES: dict[str, dict[str, Any]] = {
 
 
 class Exports:
-    """Files of a model, each exported when it is first asked for; not verified."""
+    """Files of a model, exported on first use, not verified."""
 
     def __init__(self, folder: Path, model: nn.Module, files: dict[str, dict[str, Any]]) -> None:
         self.folder, self.model, self.files = folder, model, files
@@ -117,7 +112,7 @@ class Exports:
 
 
 def with_metadata(path: Path, to: Path, key: str, value: str) -> Path:
-    """Writes the same file with another entry of its metadata, in JSON."""
+    """Copies a file and replaces an entry of its metadata, in JSON."""
     proto = onnx.load(path)
     (entry,) = (entry for entry in proto.metadata_props if entry.key == f"vit_fast.{key}")
     entry.value = value

@@ -111,17 +111,10 @@ def test_a_client_in_cpp(cpp_client: Path, file: Exports, tmp_path: Path) -> Non
                 line, names = next(lines), runner.class_names or [f"class {i}" for i in range(4)]
                 assert float(line[:9]) == pytest.approx(shares[best], abs=1e-4) and line[11:] == names[best]
 
-    (tmp_path / "short.pgm").write_bytes(b"P5\n# by hand\n8 8\n255\n" + bytes(63))
     (tmp_path / "short.raw").write_bytes(bytes(252))
-    for name, image_file, message in (
-        ("pixels", "short.pgm", "short.pgm: ends before its last pixel"),
-        ("pixels", "0.ppm", "0.ppm: must be a binary 8-bit PGM file (P5)"),
-        ("half", "short.raw", "short.raw: must have 256 bytes"),
-        ("any size", "short.raw", "must have a fixed image size"),
-    ):
-        with pytest.raises(subprocess.CalledProcessError) as raised:
-            output(file(name), tmp_path / image_file)
-        assert message in raised.value.stderr and not raised.value.stdout
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        output(file("half"), tmp_path / "short.raw")
+    assert "short.raw: must have 256 bytes" in raised.value.stderr and not raised.value.stdout
 
 
 def test_the_server_builds_engines_for_a_tensorrt_file(file: Exports, tmp_path: Path) -> None:

@@ -122,12 +122,11 @@ def test_a_file_with_a_batch_of_more_images_than_calibrate_it(exported: Any, tmp
 def test_int8_for_tensorrt_is_symmetric_in_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for a model whose weights do not fit into one file (the limit is lowered)."""
     monkeypatch.setattr(graphs, "PROTOBUF_LIMIT", 1000)
-    report = export_onnx(
-        digits_vit(), tmp_path / "m.onnx", precision="int8", target="tensorrt", calibration=[sample_image()],
-        images=[sample_image()], dynamic_batch=False,
-    )  # fmt: skip
+    images: dict[str, Any] = {"calibration": [sample_image()], "images": [sample_image()]}
+    given: dict[str, Any] = {"precision": "int8", "target": "tensorrt", "dynamic_batch": False}
+    report = export_onnx(digits_vit(), tmp_path / "m.onnx", **images, **given)
     tensors = onnx.load(tmp_path / "m.onnx").graph.initializer
-    zeros = [onnx.numpy_helper.to_array(t) for t in tensors if "_zero_point" in t.name]
+    zeros = [onnx.numpy_helper.to_array(tensor) for tensor in tensors if "_zero_point" in tensor.name]
     assert zeros and all(zero.dtype == np.int8 and not zero.any() for zero in zeros)
     assert {t.data_type for t in tensors if t.name.endswith("_scale")} == {onnx.TensorProto.FLOAT16}
     for part in ("slower than fp16 on a GPU", "compared on 1 image files and crops of them: pass 32"):

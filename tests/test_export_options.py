@@ -191,12 +191,6 @@ def test_bf16_needs_cuda_to_be_verified(tmp_path: Path, monkeypatch: pytest.Monk
         export_onnx(make("vit"), tmp_path / "new" / "m.onnx", precision="bf16")
 
 
-@pytest.mark.filterwarnings("ignore:Specified provider")
-def test_the_cpu_verifies_if_cuda_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vit_fast.export.runtime.runner.reasons_against", lambda kind: [])
-    assert export_onnx(make("vit"), tmp_path / "m.onnx", target="ort-cuda").verified
-
-
 def test_models_of_the_same_shape_keep_peer_names() -> None:
     """ViT-B and DeiT-B need different preprocessing."""
     for name in ("vit_base_patch16_224", "deit_base_patch16_224", "vit_test"):

@@ -20,9 +20,8 @@ from vit_fast.export import OnnxRunner, ProviderError
 
 
 @torch.inference_mode()
-def eager(model: Any, images: torch.Tensor) -> np.ndarray:
-    result: np.ndarray = model(images).numpy()
-    return result
+def eager(model: Any, images: torch.Tensor) -> Any:
+    return model(images).numpy()
 
 
 @pytest.mark.parametrize("file", ["plain", "fixed"])
@@ -65,15 +64,10 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
         ("pixels", {}, zeros(1, 0, 32, 3, dtype=np.uint8), r"images must not be empty"),
         ("sizes", {}, zeros(1, 3, 42, 64), "multiples of the patch size 8x8"),
         ("plain", {"device": "gpu"}, None, "device must be .*got 'gpu'"),
-        ("plain", {"device": "cpu:1"}, None, "device must be"),
-        ("plain", {"threads": True}, None, "threads must be an integer >= 1, got True"),
         ("plain", {"threads": 10**6}, None, "threads must be at most 1024, got 1000000"),
         ("plain", {"max_batch": -1}, None, "max_batch must be .*got -1"),
         ("plain", {"class_names": ["a"]}, None, "class_names must have 10 names.*got 1"),
-        ("plain", {"class_names": "0123456789"}, None, "class_names must be a list"),
         ("plain", {"image_hw": (40, 32)}, None, r"image_hw must be \(32, 32\) .*, got \(40, 32\)"),
-        ("plain", {"image_hw": (0, 32)}, None, r"image_hw must be .*, got \(0, 32\)"),
-        ("plain", {"output": "classes"}, None, "output must be one of 'logits'.*got 'classes'"),
         ("plain", {"output": "features"}, None, "output must be 'logits' like the file's"),
         ("plain", {"cuda_graph": True}, None, "must be cuda, got cpu"),
     ],
@@ -84,18 +78,25 @@ def test_invalid_arguments(exported: Any, file: str, options: dict[str, Any], im
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the provider is available")
-def test_a_provider_that_is_not_available_raises(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With missing libraries, and also if they seem to be installed but ONNX Runtime uses the CPU."""
-    failure = "CUDAExecutionProvider could not be initialized"
-    for device, message in (
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
         ("cuda", r"libcuda\.so\.1 is missing.*cuDNN 9"),
         ("tensorrt", r"libnvinfer.* are missing: pip install tensorrt"),
         ("openvino", "pip install onnxruntime-openvino"),
-    ):
-        with pytest.raises(ProviderError, match=message):
-            OnnxRunner(exported("plain"), device)
+    ],
+)
+def test_an_unavailable_provider(exported: Any, device: str, message: str) -> None:
+    with pytest.raises(ProviderError, match=message):
+        OnnxRunner(exported("plain"), device)
     runner = OnnxRunner(exported("plain"), "auto")
-    assert runner.device == "cpu" and any("libcuda" in note for note in runner.notes)
+    assert runner.device == "cpu" and "libcuda" in runner.notes[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the provider is available")
+def test_a_provider_that_fails(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its libraries seem to be installed, but ONNX Runtime uses the CPU."""
+    failure = "CUDAExecutionProvider could not be initialized"
     monkeypatch.setattr("vit_fast.export.runtime.runner.reasons_against", lambda kind: [])
     with pytest.raises(ProviderError, match=failure):
         OnnxRunner(exported("plain"), "cuda")
@@ -124,13 +125,13 @@ def test_fp32_is_not_rounded_to_tf32(exported: Any, monkeypatch: pytest.MonkeyPa
 def test_a_file_of_another_exporter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file has no metadata, and all its dimensions are dynamic, as optimum writes it."""
     model: Any = transformers_vit().eval()
-    path, transform = tmp_path / "o.onnx", make_transform(DataConfig(), (32, 32))
+    path = tmp_path / "o.onnx"
     torch.onnx.export(
         model, (torch.randn(2, 3, 32, 32),), path, dynamo=True, input_names=["pixel_values"],
         output_names=["logits"], dynamic_shapes=({0: torch.export.Dim("n")},), verbose=False,
     )  # fmt: skip
     image, images = read_image(sample_image()), torch.randn(3, 3, 32, 32)
-    logits = eager(lambda x: model(x).logits, transform(image)[None])
+    logits = eager(lambda x: model(x).logits, make_transform(DataConfig(), (32, 32))(image)[None])
     expected = torch.from_numpy(logits).softmax(-1)
     runner = OnnxRunner(path, "cpu", max_batch=2)
     np.testing.assert_allclose(runner(images), eager(lambda x: model(x).logits, images), atol=1e-5)
@@ -138,10 +139,9 @@ def test_a_file_of_another_exporter(tmp_path: Path, capsys: pytest.CaptureFixtur
         runner.probabilities([image])
 
     proto = onnx.load(path)
-    names = ("batch", "channels", "height", "width"), ("batch", "classes")
-    for value, dims in zip((proto.graph.input[0], proto.graph.output[0]), names):
-        for dim, name in zip(value.type.tensor_type.shape.dim, dims):
-            dim.dim_param = name
+    for value in (proto.graph.input[0], proto.graph.output[0]):
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            dim.dim_param = f"{value.name}{axis}"
     onnx.save(proto, path)
     runner = OnnxRunner(path, "cpu", data_config=DataConfig())
     for wrong in ((2, 3, 40, 32), (2, 1, 32, 32)):
@@ -150,17 +150,16 @@ def test_a_file_of_another_exporter(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(UnsupportedInputError, match="pass image_hw"):
         runner.probabilities([image])
     given: dict[str, Any] = {"data_config": DataConfig().to_dict(), "class_names": NAMES, "image_hw": (32, 32)}
-    told = OnnxRunner(path, "cpu", **given)
-    np.testing.assert_allclose(told.probabilities([image] * 2), expected.expand(2, -1), atol=1e-6)
-    assert told.class_names == tuple(NAMES)
+    complete = OnnxRunner(path, "cpu", **given)
+    np.testing.assert_allclose(complete.probabilities([image] * 2), expected.expand(2, -1), atol=1e-6)
+    assert complete.class_names == tuple(NAMES)
     with pytest.raises(UnsupportedInputError, match="got features"):
         OnnxRunner(path, "cpu", **given, output="features").probabilities([image])
     (tmp_path / "data.json").write_text(json.dumps(DataConfig().to_dict() | {"img_size": 32}))
-    arguments = ["--weights", str(path), "--data-config", str(tmp_path / "data.json"), "--json"]
     capsys.readouterr()  # torch 2.11 prints what it exported
+    arguments = ["--weights", str(path), "--data-config", str(tmp_path / "data.json"), "--json"]
     assert run("predict", str(sample_image()), *arguments) == 0
-    (result,) = json.loads(capsys.readouterr().out)
-    assert result["top"][0]["index"] == int(logits.argmax())
+    assert json.loads(capsys.readouterr().out)[0]["top"][0]["index"] == int(logits.argmax())
 
 
 def test_an_output_of_integers(tmp_path: Path) -> None:
