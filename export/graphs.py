@@ -251,16 +251,14 @@ def _failure(error: BaseException, model: nn.Module, exported: Any) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hides progress messages and deprecation warnings of torch's exporter."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir"))}
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
+    with contextlib.ExitStack() as undo:
+        for logger in map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir")):
+            undo.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield
 
 
 def optimize(model: ir.Model, vit: ImageModel, options: ExportOptions, packed: int) -> list[Fusion]:

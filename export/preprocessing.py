@@ -68,15 +68,10 @@ def preprocessing_model(
     data_config: DataConfig, image_hw: Size, in_chans: int, opset: int, batch: int | None = None
 ) -> ir.Model:
     """Returns the preprocessing of "pixels" uint8, for a fixed batch size, or for any if `batch` is None."""
-    problems = []
     if data_config.interpolation not in MODES:
-        problems.append(f"interpolation must be one of {', '.join(MODES)} in ONNX, got {data_config.interpolation}")
-    try:
-        mean, std = (list(per_channel(values, in_chans)) for values in (data_config.mean, data_config.std))
-    except ValueError as error:
-        problems.append(str(error))
-    if problems:
-        raise UnsupportedInputError("preprocess=True", problems)
+        reason = f"interpolation must be one of {', '.join(MODES)} in ONNX, got {data_config.interpolation}"
+        raise UnsupportedInputError("preprocess=True", [reason])
+    mean, std = (per_channel(values, in_chans) for values in (data_config.mean, data_config.std))
     scaled_hw = [math.floor(side / data_config.crop_pct) for side in image_hw]
     keep_ratio = SQUARE if scaled_hw[0] == scaled_hw[1] else RECTANGLE
     lists: dict[str, Sequence[float]] = {

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -224,7 +224,14 @@ class OnnxRunner:
             count = len(piece)
             if count < size and self._needs_full_batch:
                 piece = piece[[min(i, count - 1) for i in range(size)]]
-            results.append(self._session.run(piece)[:count])
+            try:
+                results.append(self._session.run(piece)[:count])
+            except Exception as error:  # ONNX Runtime's exceptions share no base class
+                fixed = None not in self._signature.shape[1:]
+                if fixed or isinstance(error, VitFastError) or "allocate" in str(error).lower():
+                    raise
+                shape = tuple(images.shape)
+                raise ValueError(f"{self.path} does not support images of shape {shape}: {str(error)[:300]}") from error
         if len(results) > 1:
             results = [torch.cat(results) if bound else np.concatenate(results)]
         return (
@@ -293,8 +300,7 @@ class _Session:
         images = np.ascontiguousarray(images)  # torch does not support negative strides
         if self._graph_device is not None:
             return self._run_on_cuda(torch.from_numpy(images).to(f"cuda:{self._graph_device}")).cpu().numpy()
-        inputs = {self._signature.input: images}
-        return self._call(images.shape, lambda: self._session.run([self._signature.output], inputs)[0])
+        return self._session.run([self._signature.output], {self._signature.input: images})[0]
 
     def _run_on_cuda(self, images: Tensor) -> Tensor:
         images, signature = images.contiguous(), self._signature
@@ -310,19 +316,9 @@ class _Session:
             fixed_input, output = self._graph_buffers
             images = fixed_input.copy_(images)
         torch.cuda.current_stream(images.device).synchronize()  # ONNX Runtime uses another stream
-        binding, shape, index = self._session.io_binding(), tuple(images.shape), images.device.index or 0
-        binding.bind_input(signature.input, "cuda", index, signature.dtype, shape, images.data_ptr())
-        of_output = signature.output_dtype, tuple(output.shape), output.data_ptr()
-        binding.bind_output(signature.output, "cuda", index, *of_output)
-        self._call(shape, lambda: self._session.run_with_iobinding(binding))
+        binding, place = self._session.io_binding(), ("cuda", images.device.index or 0)
+        of_input, of_output = ((tuple(each.shape), each.data_ptr()) for each in (images, output))
+        binding.bind_input(signature.input, *place, signature.dtype, *of_input)
+        binding.bind_output(signature.output, *place, signature.output_dtype, *of_output)
+        self._session.run_with_iobinding(binding)
         return output if self._graph_device is None else output.clone()
-
-    def _call(self, shape: tuple[int, ...], run: Callable[[], Any]) -> Any:
-        """Raises ValueError for a shape that the signature allows but the graph does not support."""
-        try:
-            return run()
-        except Exception as error:  # ONNX Runtime's exceptions share no base class
-            if None not in self._signature.shape[1:] or "allocate" in str(error).lower():
-                raise
-            message = f"{self._signature.path} does not support images of shape {shape}: {str(error)[:300]}"
-            raise ValueError(message) from error

@@ -20,12 +20,11 @@ from vit_fast.work import Work, total
 
 from .metadata import read_proto
 
-# Matmuls and convolutions: positions of their two operands.
-_PRODUCTS = {
-    "MatMul": (0, 1), "FusedMatMul": (0, 1), "MatMulInteger": (0, 1), "MatMulIntegerToFloat": (0, 1),
-    "DynamicQuantizeMatMul": (0, 1), "QLinearMatMul": (0, 3), "Gemm": (0, 1), "FusedGemm": (0, 1), "QGemm": (0, 3),
-    "Conv": (0, 1), "FusedConv": (0, 1), "ConvInteger": (0, 1), "QLinearConv": (0, 3),
-}  # fmt: skip
+# Matmuls and convolutions. The second operand is input 1, or 3 if scale and zero point of the first come before it.
+_PRODUCTS = (
+    "MatMul", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QLinearMatMul", "Gemm",
+    "FusedGemm", "QGemm", "Conv", "FusedConv", "ConvInteger", "QLinearConv",
+)  # fmt: skip
 _ATTENTION = ("MultiHeadAttention", "Attention")
 _CASTS = ("Cast", "QuantizeLinear", "DequantizeLinear")
 # Operators of other domains that compute no matmul.
@@ -90,7 +89,7 @@ def _count(node: ir.Node) -> Work:
         return Work(flop, sum(map(math.prod, (query, key, value, out))))
     if node.op_type not in _PRODUCTS:
         return Work()
-    first, second = (node.inputs[place] for place in _PRODUCTS[node.op_type])
+    first, second = node.inputs[0], node.inputs[3 if node.op_type.startswith("Q") else 1]
     a, b, out = _shape(first), _shape(second), _shape(node.outputs[0])
     inner = math.prod(b[1:]) if "Conv" in node.op_type else a[-2 if node.attributes.get_int("transA", 0) else -1]
     # attention scores count as not moved
