@@ -241,11 +241,8 @@ def _check_together(config: ViTConfig) -> None:
         raise ValueError(f"head_dim must be a multiple of 4 for rope, got {config.head_dim}")
     if pooling == "token" and not config.class_token:
         raise ValueError("global_pool must be 'avg', 'map' or '' for class_token=False, got 'token'")
-    if pooling != "map" and (config.pool_include_prefix, config.pool_heads, config.pool_mlp_ratio) != (
-        False,
-        None,
-        None,
-    ):
+    sizes = config.pool_heads, config.pool_mlp_ratio
+    if pooling != "map" and (config.pool_include_prefix or sizes != (None, None)):
         options = "pool_include_prefix, pool_heads and pool_mlp_ratio"
         raise ValueError(f"{options} require global_pool='map', got {pooling!r}")
     if config.fc_norm and not config.final_norm:

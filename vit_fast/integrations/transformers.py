@@ -92,11 +92,7 @@ if AttentionMaskInterface is not None:
 
 
 def graph_vision_tower(
-    model: nn.Module,
-    budgets: Sequence[int] = (256, 1024, 4096),
-    max_images: int = 64,
-    *,
-    fallback: Fallback = "eager",
+    model: nn.Module, budgets: Sequence[int] = (256, 1024, 4096), max_images: int = 64, *, fallback: Fallback = "eager"
 ) -> GraphRunner:
     """Makes a model replay CUDA graphs of its vision tower, also in generate(). `ungraph_vision_tower` undoes it.
 

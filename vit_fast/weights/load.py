@@ -114,11 +114,9 @@ def save_tensors(model: VisionTransformer, state: Mapping[str, Tensor], path: st
     if "vit_fast_mean" in vars(model.patch_embed.proj):
         raise ValueError("model must not be fused with normalize: call vit_fast.unfuse first")
     description = {
-        "version": __version__,
-        "config": model.config.to_dict(),
-        "data_config": model.data_config.to_dict(),
+        "version": __version__, "config": model.config.to_dict(), "data_config": model.data_config.to_dict(),
         "class_names": model.class_names,
-    }
+    }  # fmt: skip
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
     with file_aside(path, SafetensorError) as aside:
         save_file(tensors, aside, metadata={"format": "pt", METADATA_KEY: json.dumps(description)})

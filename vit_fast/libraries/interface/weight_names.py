@@ -100,11 +100,9 @@ def with_key_biases(state: Mapping[str, Tensor], q_bias: str) -> Mapping[str, Te
 
 
 def take_weights(
-    peer: nn.Module,
-    weights: Mapping[str, Tensor],
-    convert: Callable[[Mapping[str, Tensor], ViTConfig], Converted],
+    peer: nn.Module, weights: Mapping[str, Tensor], convert: Callable[[Mapping[str, Tensor], ViTConfig], Converted],
     config: ViTConfig,
-) -> None:
+) -> None:  # fmt: skip
     """Copies our weights into a library's model for `config`; for this model, `convert` only renames and concatenates.
 
     Raises UnsupportedInputError, and changes nothing, if one of the two models has a parameter that the other lacks.

@@ -92,11 +92,10 @@ def build_peer(config: ViTConfig) -> nn.Module:
     from timm.models.vision_transformer import VisionTransformer
 
     model: nn.Module = (VisionTransformerDistilled if config.distilled else VisionTransformer)(
-        img_size=config.image_hw,
-        patch_size=config.patch_hw,
+        img_size=config.image_hw, patch_size=config.patch_hw,
         norm_layer=functools.partial(nn.LayerNorm, eps=config.norm_eps),
         **{name: getattr(config, name) for name in _SHARED_FIELDS},
-    )
+    )  # fmt: skip
     return model
 
 

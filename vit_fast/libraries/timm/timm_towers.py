@@ -129,12 +129,9 @@ class NaFlexTower(PaddedTower):
         self.prefix = tower.num_prefix_tokens
 
     def read(
-        self,
-        x: Tensor | dict[str, Tensor],
-        patch_coord: Tensor | None = None,
-        patch_valid: Tensor | None = None,
+        self, x: Tensor | dict[str, Tensor], patch_coord: Tensor | None = None, patch_valid: Tensor | None = None,
         attn_mask: Tensor | None = None,
-    ) -> Call:
+    ) -> Call:  # fmt: skip
         if isinstance(x, dict):
             patch_coord, patch_valid = x.get("patch_coord", patch_coord), x.get("patch_valid", patch_valid)
             attn_mask, x = x.get("attn_mask", attn_mask), x["patches"]

@@ -17,15 +17,7 @@ from torch import Tensor, nn
 
 from ...config import DataConfig, Interpolation, RopeConfig, ViTConfig
 from ...errors import raise_unsupported
-from ..interface.image_model import (
-    Facts,
-    Head,
-    ImageModel,
-    comes_from,
-    pair,
-    required_input_reasons,
-    switch,
-)
+from ..interface.image_model import Facts, Head, ImageModel, comes_from, pair, required_input_reasons, switch
 from ..interface.weight_names import PLAIN_VIT, Converted, Rule, config_reasons, parts, rename, with_key_biases
 
 NAME = "transformers"
