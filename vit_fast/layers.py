@@ -111,9 +111,13 @@ class Mlp(nn.Module):
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, *up = self.fc1(x).chunk(2, dim=-1) if self.gated else (self.fc1(x),)
-        x = ACTIVATIONS[self.activation](x)
-        return self.drop(self.fc2(self.norm(self.drop(x * up[0] if up else x))))
+        activate = ACTIVATIONS[self.activation]
+        if self.gated:
+            gate, up = self.fc1(x).chunk(2, dim=-1)
+            x = activate(gate) * up
+        else:
+            x = activate(self.fc1(x))
+        return self.drop(self.fc2(self.norm(self.drop(x))))
 
 
 class AttentionPool(nn.Module):

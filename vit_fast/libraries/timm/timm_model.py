@@ -157,8 +157,7 @@ class TimmModel(ImageModel):
 
 def rope_config(rope: Any) -> RopeConfig | None:
     """Describes timm's module of rotary embeddings; returns None if RopeConfig cannot represent it."""
-    kind, known = type(rope).__name__, False
-    fields: dict[str, Any] = {}
+    kind, known, fields = type(rope).__name__, False, dict[str, Any]()
     if kind == "RotaryEmbeddingDinoV3":
         known = rope.min_period is None and rope.normalize_coords == "separate" and not rope.grid_offset
     elif kind == "RotaryEmbeddingCat":
