@@ -47,7 +47,7 @@ def same_scales(model: nn.Module, expected: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_every_linear_layer_of_every_library_by_its_name(name: str) -> None:
+def test_linear_layers_of_every_library_are_calibrated(name: str) -> None:
     subject = SUBJECTS[name]
     model, given = subject.build().eval(), subject.inputs()
     names, classes = dict(model.named_modules()), [type(module) for module in model.modules()]
@@ -111,7 +111,7 @@ def test_a_fused_model_is_calibrated_again(model: Any) -> None:
 
 
 @pytest.mark.slow
-def test_large_channels_are_moved_into_the_weight_if_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_channels_are_smoothed_if_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     """One channel exceeds the range of e4m3. Without smoothing, all others would be rounded to about 0."""
     model = digits_vit(massive=1e5)
     smoothed = {linear.name: linear for linear in vit_fast.calibrate(model, inputs()[:16]).linears}
@@ -137,7 +137,7 @@ def test_batches_of_loaders() -> None:
     assert torch.equal(torch.cat(IMAGES[model]), images), "min_agreement needs them later"
 
 
-def test_loaded_weights_are_rounded_by_peer_own_scales(model: Any, tmp_path: Path) -> None:
+def test_loaded_weights_are_rounded_by_their_own_scales(model: Any, tmp_path: Path) -> None:
     other = digits_vit()
     with torch.no_grad():
         other.blocks[0].norm1.weight.mul_(20)
@@ -164,7 +164,7 @@ def test_a_model_on_meta_runs_in_fp8_once_it_has_its_weights(model: Any) -> None
         assert torch.equal(filled(x), model(x))
 
 
-def test_images_are_held_as_long_as_the_model() -> None:
+def test_images_live_as_long_as_the_model() -> None:
     model = digits_vit()
     vit_fast.calibrate(model, inputs()[:8])
     held = weakref.ref(IMAGES[model][0])

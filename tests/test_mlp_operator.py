@@ -14,7 +14,6 @@ from mlp_support import DEVICE, Case, assert_rule, check_case, make_case, statis
 from torch import Tensor
 
 import vit_fast
-from vit_fast.errors import UnsupportedInputError
 from vit_fast.kernels.matmul.matmul_tiles import load_tile, store_tile
 from vit_fast.ops import LayerNormMLP, Norm, layer_norm_mlp
 from vit_fast.ops.reference import ACTIVATIONS
@@ -96,40 +95,36 @@ def test_fewer_gradients_than_parameters(case: Case) -> None:
     assert torch.equal(gradient, expected["d fc1_weight"])
 
 
-# --- arguments and the module ----------------------------------------------------------------------------------------
-
 NAMES = ("norm_weight", "norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 zeros = functools.partial(torch.zeros, device=DEVICE)
-REFUSALS: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
-    ({"x": Tensor.int}, UnsupportedInputError, ["x must be .*, got torch.int32"]),
-    ({"x": Tensor.bfloat16, "fc1_weight": Tensor.half}, UnsupportedInputError, ["fc1_weight must be .* torch.float16"]),
+INVALID: list[tuple[dict[str, Any], str]] = [
+    ({"x": Tensor.int}, "x must be .*, got torch.int32"),
+    ({"x": Tensor.bfloat16, "fc1_weight": Tensor.half}, "fc1_weight must be .* torch.float16"),
     (
-        {"x": Tensor.double, "fc1_weight": lambda w: w.to("meta"), "fc2_bias": Tensor.half}, UnsupportedInputError,
-        ["x must be float32.* got torch.float64", "fc1_weight must be on .*, got meta", "fc2_bias must be"],
+        {"x": Tensor.double, "fc1_weight": lambda w: w.to("meta"), "fc2_bias": Tensor.half},
+        r"x must be float32.* got torch.float64(.|\n)*fc1_weight must be on .*, got meta(.|\n)*fc2_bias must be",
     ),
-    ({"x": lambda x: x[:, :8]}, ValueError, ["norm_weight must have shape"]),
-    ({"fc1_bias": lambda b: b[:5]}, ValueError, ["fc1_bias must have shape"]),
-    ({"fc1_weight": lambda w: 3}, TypeError, ["fc1_weight must be a torch.Tensor, got 3"]),
-    ({"x": lambda x: x[0, 0]}, ValueError, ["x and fc1_weight must have shapes"]),
-    ({"activation": "swiglu"}, ValueError, ["activation must be one of"]),
-    ({"norm": "batch_norm"}, ValueError, ["norm must be one of 'layer_norm', 'rms_norm', got 'batch_norm'"]),
-    ({"norm": "rms_norm"}, ValueError, ["bias must be None for 'rms_norm'"]),
-    ({"gate_weight": zeros(32, 32), "fc1_bias": None}, ValueError, [r"gate_weight must have shape \(48, 32\) .* \(32"]),
-    ({"gate_bias": zeros(48)}, ValueError, ["gate_bias must be None without gate_weight"]),
-    ({"gate_weight": zeros(48, 32)}, ValueError, ["fc1_bias and gate_bias must both be tensors or both be None"]),
-    ({"inner_norm": Norm(zeros(32))}, ValueError, [r"inner_norm\.weight must have shape \(48,\), got \(32,\)"]),
-]  # fmt: skip
+    ({"x": lambda x: x[:, :8]}, "norm_weight must have shape"),
+    ({"fc1_bias": lambda b: b[:5]}, "fc1_bias must have shape"),
+    ({"fc1_weight": lambda w: 3}, "fc1_weight must be a torch.Tensor, got 3"),
+    ({"x": lambda x: x[0, 0]}, "x and fc1_weight must have shapes"),
+    ({"activation": "swiglu"}, "activation must be one of"),
+    ({"norm": "batch_norm"}, "norm must be one of 'layer_norm', 'rms_norm', got 'batch_norm'"),
+    ({"norm": "rms_norm"}, "bias must be None for 'rms_norm'"),
+    ({"gate_weight": zeros(32, 32), "fc1_bias": None}, r"gate_weight must have shape \(48, 32\) .* \(32"),
+    ({"gate_bias": zeros(48)}, "gate_bias must be None without gate_weight"),
+    ({"gate_weight": zeros(48, 32)}, "fc1_bias and gate_bias must both be tensors or both be None"),
+    ({"inner_norm": Norm(zeros(32))}, r"inner_norm\.weight must have shape \(48,\), got \(32,\)"),
+]
 
 
-@pytest.mark.parametrize(("changes", "error", "messages"), REFUSALS)
-def test_refusals_name_the_argument(case: Case, changes: Any, error: type[Exception], messages: list[str]) -> None:
-    given: dict[str, Any] = {"x": case.x.detach()}
-    given |= {name: tensor.detach() for name, tensor in zip(NAMES, case.t[7:13])}
+@pytest.mark.parametrize(("changes", "message"), INVALID)
+def test_errors_name_the_argument(case: Case, changes: dict[str, Any], message: str) -> None:
+    given = dict(zip(("x", *NAMES), (case.x.detach(), *(tensor.detach() for tensor in case.t[7:13]))))
     for name, change in changes.items():
         given[name] = change(given[name]) if callable(change) else change
-    for message in messages:
-        with pytest.raises(error, match=message):
-            layer_norm_mlp(**given, backend="triton")
+    with pytest.raises((ValueError, TypeError), match=message):
+        layer_norm_mlp(**given, backend="triton")
 
 
 @pytest.mark.parametrize("options", [{}, {"init_values": 0.3, "residual": False, "bias": False, "activation": "silu"}])
@@ -162,9 +157,6 @@ def test_compiled_inference_follows_changes(compiler: str) -> None:
         with torch.no_grad():
             torch.testing.assert_close(compiled(x), mlp(x), atol=1e-5, rtol=1e-5)
             mlp.fc1.weight.add_(torch.randn_like(mlp.fc1.weight))
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
