@@ -191,10 +191,10 @@ def test_errors_of_calls() -> None:
 def test_errors_of_arguments() -> None:
     _, tower, plain = build("qwen2_vl")
     for arguments, message in (
-        ({}, "must be given, got neither"),
-        ({"example": torch.zeros(1, 2), "budgets": (8,)}, "must be given, got example, budgets"),
-        ({"budgets": (8,), "batch_sizes": (1,)}, "must be given, got budgets, batch_sizes"),
-        ({"example": torch.zeros(1, 2), "max_images": 4}, "must be given, got example, max_images"),
+        ({}, "must be given, got None"),
+        ({"example": torch.zeros(1, 2), "budgets": (8,)}, r"must be given, got example, budgets=\(8,\)"),
+        ({"budgets": (8,), "batch_sizes": (1,)}, r"must be given, got budgets=\(8,\), batch_sizes"),
+        ({"example": torch.zeros(1, 2), "max_images": 4}, "must be given, got example, max_images=4"),
         ({"budgets": ()}, "budgets must be one or more positive integers"),
         ({"budgets": (8, 10)}, "budgets must be multiples of 4 tokens, got 10"),
         ({"budgets": (8,), "max_images": 0}, "max_images must be an integer >= 1"),

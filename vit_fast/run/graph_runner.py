@@ -87,10 +87,11 @@ class GraphRunner:
         check_type("model", model, nn.Module)
         check_choice("fallback", fallback, get_args(Fallback))
         given = {"example": example, "budgets": budgets, "batch_sizes": batch_sizes, "max_images": max_images}
-        names = [name for name, value in given.items() if value is not None]
-        if names not in (["example"], ["example", "batch_sizes"], ["budgets"], ["budgets", "max_images"]):
+        given = {name: value for name, value in given.items() if value is not None}
+        if list(given) not in (["example"], ["example", "batch_sizes"], ["budgets"], ["budgets", "max_images"]):
             requirement = "either example, with or without batch_sizes, or budgets, with or without max_images"
-            raise ValueError(f"{requirement}, must be given, got {', '.join(names) or 'neither'}")
+            got = ", ".join(name if name == "example" else f"{name}={value!r}" for name, value in given.items())
+            raise ValueError(f"{requirement}, must be given, got {got or None}")
         self.model, self._fallback = model.eval(), fallback
         self._tower: PackedTower
         if example is not None:
@@ -370,6 +371,7 @@ def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int 
     """
     check_integer("patch_size", patch_size, 1)
     check_integer("count", count, 1)
+    check_type("sizes", sizes, list, tuple)
     rounded: list[int] = []
     for size in sizes:
         if len(size) not in (2, 3) or any(int(side) < 1 for side in size):
