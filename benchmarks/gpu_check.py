@@ -127,7 +127,7 @@ _MLP_TESTS = (
     " or absent_parameters or layouts or passed_statistics or empty or nan_stays"
     " or round_like_torch or a_block_matches_the_reference or passed_to_the_next_block or losses_of_the_kernels"
 )
-_MLP_FILES = ("test_mlp_kernels.py", "test_mlp_operator.py", "test_fp8_block.py", "test_trainer.py")
+_MLP_FILES = ("test_mlp_kernels.py", "test_mlp_operator.py", "test_fp8_block.py", "test_train.py")
 _GPU_FILES = sorted(
     str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py") if "pytest.mark.gpu" in path.read_text()
 )
