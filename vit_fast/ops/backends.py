@@ -104,28 +104,25 @@ def _static_reasons(device: torch.device) -> tuple[str, ...]:
     """Returns the reasons that are found without running a kernel. If there are none, registers the FLOP formulas."""
     if importlib.util.find_spec("triton") is None:
         return ("triton is not installed (pip install triton)",)
-    reasons = []
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return ("torch found no CUDA device",)
         if torch.version.hip:  # ROCm devices have type "cuda" too, with other capabilities
             return (f"the GPU must be from NVIDIA, got ROCm {torch.version.hip}",)
-        capability = torch.cuda.get_device_capability(device)
-        if capability < MIN_CAPABILITY:
-            reasons.append(
-                f"the GPU must have compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or higher, got "
-                f"{capability[0]}.{capability[1]} on {torch.cuda.get_device_name(device)}"
-            )
+        found = torch.cuda.get_device_capability(device)
+        if found < MIN_CAPABILITY:
+            least, got = (".".join(map(str, each)) for each in (MIN_CAPABILITY, found))
+            name = torch.cuda.get_device_name(device)
+            return (f"the GPU must have compute capability {least} or higher, got {got} on {name}",)
     elif device.type == "cpu":
         from ..kernels.device import has_stand_in
 
         if not (interpreter_is_active() or has_stand_in()):
-            reasons.append("tensors must be on a CUDA device (TRITON_INTERPRET=1 for tests), got the CPU")
+            return ("tensors must be on a CUDA device (TRITON_INTERPRET=1 for tests), got the CPU",)
     else:
-        reasons.append(f"tensors must be on a CUDA device, got {device.type}")
-    if not reasons:
-        register_flop_formulas()
-    return tuple(reasons)
+        return (f"tensors must be on a CUDA device, got {device.type}",)
+    register_flop_formulas()
+    return ()
 
 
 @constant_to_compiler
@@ -157,18 +154,15 @@ def probe_reasons(device: torch.device) -> tuple[str, ...]:
             with ThreadPoolExecutor(max_workers=1) as pool:
                 try:
                     _probed[device] = pool.submit(_run_and_compare, device).result()
-                except torch.OutOfMemoryError as error:  # the kernels may work: do not cache
-                    return (_failure(device, error),)
                 except Exception as error:  # compilers and drivers may raise any type
-                    _probed[device] = (_failure(device, error),)
+                    message = " ".join(str(error).split())
+                    if len(message) > _LONGEST_MESSAGE:
+                        message = f"{message[: _LONGEST_MESSAGE // 2]} ... {message[-_LONGEST_MESSAGE // 2 :]}"
+                    reasons = (f"the test kernel failed on {device}: {type(error).__name__}: {message}",)
+                    if isinstance(error, torch.OutOfMemoryError):  # the kernels may work later: do not cache
+                        return reasons
+                    _probed[device] = reasons
         return _probed[device]
-
-
-def _failure(device: torch.device, error: Exception) -> str:
-    message = " ".join(str(error).split())
-    if len(message) > _LONGEST_MESSAGE:
-        message = f"{message[: _LONGEST_MESSAGE // 2]} ... {message[-_LONGEST_MESSAGE // 2 :]}"
-    return f"the test kernel failed on {device}: {type(error).__name__}: {message}"
 
 
 def _run_and_compare(device: torch.device) -> tuple[str, ...]:
@@ -182,14 +176,6 @@ def _run_and_compare(device: torch.device) -> tuple[str, ...]:
     exact = reference.attention(q.double(), k.double(), v.double())
     verdict = judge(out.cpu(), reference.attention(q, k, v), exact)
     return () if verdict.passed else (f"the test kernel does not match the reference on {device}: {verdict}",)
-
-
-def nothing_to_compile_reasons(device: torch.device) -> tuple[str, ...]:
-    """Returns the reasons why `compile_launches` cannot compile kernels for this device."""
-    reasons = triton_unavailable_reasons(device)
-    if not reasons and interpreter_is_active():
-        reasons = ("Triton's interpreter runs the kernels (TRITON_INTERPRET is set)",)
-    return reasons
 
 
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:

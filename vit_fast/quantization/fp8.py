@@ -194,10 +194,8 @@ def unable_reasons(device: torch.device, dtype: torch.dtype | None) -> list[str]
     """Returns the reasons why a model of this device and dtype cannot run in e4m3."""
     reasons = [] if device.type == "meta" else list(fp8_reasons(device))
     if dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(
-            f"the weights must be float16 or bfloat16, got {dtype}: call model.to(torch.bfloat16), or build the model "
-            "with dtype=torch.bfloat16"
-        )
+        how = "call model.to(torch.bfloat16), or build the model with dtype=torch.bfloat16"
+        reasons.append(f"the weights must be float16 or bfloat16, got {dtype}: {how}")
     return reasons
 
 
@@ -212,9 +210,8 @@ def check_request(model: nn.Module, backend: str, precision: str | None) -> None
     if model.training:
         reasons.append("the model must be in evaluation mode, because e4m3 supports inference only: call eval() first")
     if not any(isinstance(module, Fp8Scales) for module in model.modules()):
-        reasons.append(
-            "the model must be calibrated: call vit_fast.calibrate(model, images), or load weights that contain scales"
-        )
+        how = "call vit_fast.calibrate(model, images), or load weights that contain scales"
+        reasons.append(f"the model must be calibrated: {how}")
     if reasons:
         raise UnsupportedInputError(WHAT, reasons)
 

@@ -17,7 +17,7 @@ from ..blocks.frozen import Frozen
 from ..errors import check_batch_sizes, check_choice, check_type
 from ..fusion.fuse import frozen_of
 from ..libraries.known import IMAGE_MODELS
-from ..ops.backends import compile_launches, nothing_to_compile_reasons
+from ..ops.backends import compile_launches, interpreter_is_active, triton_unavailable_reasons
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
@@ -163,7 +163,10 @@ def warm_up(
     if example.dim() < 2 or example.shape[0] < 1:
         raise ValueError(f"example must have shape [B >= 1, channels, height, width], got {tuple(example.shape)}")
     start = time.perf_counter()
-    if reasons := nothing_to_compile_reasons(example.device):  # this runs a kernel: call it before recording launches
+    reasons = triton_unavailable_reasons(example.device)  # this runs a kernel: call it before recording launches
+    if not reasons and interpreter_is_active():
+        reasons = ("Triton's interpreter runs the kernels (TRITON_INTERPRET is set)",)
+    if reasons:
         return WarmUp(0, 0, time.perf_counter() - start, reasons)
 
     # the copy shares the parameters, but not the buffers
