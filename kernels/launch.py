@@ -67,10 +67,14 @@ class Launch:
                 device = driver.get_current_device()
                 key = self._specialization(device)
                 ready = _ready.get(key)
-                if ready is None:
-                    ready = _cache(key, self.kernel, self._run_by_triton())
-                else:
+                if ready is not None:
                     ready.launch(self, driver.get_current_stream(device))
+                elif isinstance(compiled := self._run_by_triton(), CompiledKernel):
+                    # otherwise, triton is still compiling, or a hook skipped the compilation
+                    if len(_ready) >= MAX_READY:
+                        _ready.clear()
+                    names = tuple(parameter.name for parameter in self.kernel.params)
+                    ready = _ready[key] = Ready(self.kernel, compiled, names)
         listener = getattr(listening, "listener", None)
         if listener is not None:
             listener(self, ready)
@@ -113,15 +117,6 @@ MAX_READY = 4096
 
 # `listener` of this thread, if set, is called after each launch with the `Launch`, and its `Ready` or None.
 listening = threading.local()
-
-
-def _cache(key: tuple[Any, ...], kernel: Any, compiled: Any) -> Ready | None:
-    if not isinstance(compiled, CompiledKernel):  # triton is still compiling, or a hook skipped the compilation
-        return None
-    if len(_ready) >= MAX_READY:
-        _ready.clear()
-    ready = _ready[key] = Ready(kernel, compiled, tuple(parameter.name for parameter in kernel.params))
-    return ready
 
 
 def _specialization_of(value: Any) -> Any:

@@ -265,10 +265,7 @@ def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
 
 
 def norm_input(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, rms: bool = False) -> NormInput:
-    """Returns the `NormInput` of a contiguous x [M, C] for a matmul in `dtype`.
-
-    Normalizes fp32 x to `dtype`. For half-precision x, computes the partial statistics if `part` is None.
-    """
+    """Normalizes fp32 x [M, C] to `dtype`. For half-precision x, computes the statistics if `part` is None."""
     M, C = x.shape
     if x.dtype == torch.float32:
         normalized, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(1, M)

@@ -46,11 +46,7 @@ class Request:
     warp_size: int
 
     def compile(self) -> bool:
-        """Compiles the kernel, or loads it from triton's cache on disk. Returns True if it was not in the cache.
-
-        Raises:
-            RuntimeError: the kernel does not compile.
-        """
+        """Compiles the kernel, or loads it from triton's cache on disk. Returns True if it was not in the cache."""
         function = getattr(importlib.import_module(self.module), self.name)
         compiled = []
 

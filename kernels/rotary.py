@@ -267,10 +267,7 @@ def can_be_read(cos: Tensor, sin: Tensor) -> bool:
 
 
 def shared_arguments(s: QkvSettings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arguments and constants for norms and tables that rotary kernels and the matmul have in common.
-
-    `image_rows` and `head_rows` are leading strides of the tables in rows, 0 if shared.
-    """
+    """Returns the arguments and constants for norms and tables that rotary kernels and the matmul have in common."""
     image_rows = head_rows = row = pair = 0
     if s.tables is not None:
         *outer, row, pair = s.tables[0].stride()

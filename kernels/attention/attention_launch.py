@@ -106,12 +106,7 @@ def tiled_launch(
 ) -> Launch:  # fmt: skip
     """Returns the launch of an attention kernel. A program owns tiles of `own`, and loops over `streamed`.
 
-    Args:
-        own, streamed: Tensors [B, H, N, D] by argument name.
-        block: Rows of an own tile.
-        pieces: Rows of the streamed tiles, up to three sizes; 0 if absent.
-        tiles: Programs per head. Ignored for packed inputs.
-        fixed: Inputs are neither packed nor masked.
+    `block` and `pieces` are the rows of own and streamed tiles; `tiles` is the number of programs per head.
     """
     tensors = {**own, **streamed}
     rows, q = next(iter(own.values())), tensors["q"]

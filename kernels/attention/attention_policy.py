@@ -120,16 +120,6 @@ class Problem:
         return f"{self.element}/{self.width}/{length}/{access}"
 
 
-# Maximum (columns, padded keys) for which the row kernel does not spill, by generation and use of TMA.
-_ROW_LIMITS = {
-    ("hopper", True): (80, 256),
-    ("hopper", False): (64, 256),
-    ("blackwell", True): (80, 256),
-    ("blackwell", False): (64, 256),
-    ("ampere", False): (64, 208),
-}
-
-
 def forward_config(problem: Problem) -> ForwardConfig:
     if problem.form != "fixed":
         return _forward_of_sequences(problem, forward_config(problem.of_one_long))
@@ -156,10 +146,7 @@ def dkdv_config(problem: Problem) -> BackwardConfig:
 
 
 def _forward_of_sequences(problem: Problem, config: ForwardConfig) -> ForwardConfig:
-    """Adapts the configuration of a long fixed sequence to packed and masked inputs.
-
-    Uses smaller tiles for short sequences, and if masks would make larger tiles spill.
-    """
+    """Returns smaller tiles than for fixed inputs if sequences are short, or if masks would make tiles spill."""
     width, ampere, blackwell = problem.width, problem.generation == "ampere", problem.generation == "blackwell"
     if problem.n_q <= SHORT or (blackwell and width == 128):
         config = replace(config, block_m=min(config.block_m, SHORT))
@@ -209,7 +196,8 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         return ForwardConfig("looped", 32, 64, num_warps=8, num_stages=2)
     if problem.access == "scalar":
         return ForwardConfig("looped", 32, 32, num_warps=4, num_stages=1)
-    most_columns, most_keys = _ROW_LIMITS[generation, tma]
+    # with more columns or padded keys, the row kernel spills
+    most_columns, most_keys = 80 if tma else 64, 208 if generation == "ampere" else MAX_ROW_KEYS
     keys = sum(cover(problem.n_kv, 128, 3))
     # in 100 KB of shared memory, only one program of the row kernel fits, or three of the looped kernel, which overlap
     # loads, exponentials and matmuls
@@ -275,12 +263,10 @@ def _dkdv_rule(problem: Problem) -> BackwardConfig:
 
 
 @cache
-def _table() -> dict[str, dict[str, dict[str, Any]]]:
+def _table() -> Any:
     """Returns the tuned table: architecture -> shape class -> kernel -> configuration."""
-    table: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE_PATH.read_text())["architectures"]
-    return table
+    return json.loads(TABLE_PATH.read_text())["architectures"]
 
 
-def _tuned(problem: Problem, kernel: str) -> dict[str, Any] | None:
-    config: dict[str, Any] | None = _table().get(problem.arch, {}).get(problem.shape_class, {}).get(kernel)
-    return config
+def _tuned(problem: Problem, kernel: str) -> Any:
+    return _table().get(problem.arch, {}).get(problem.shape_class, {}).get(kernel)

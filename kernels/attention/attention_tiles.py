@@ -226,10 +226,7 @@ def dot_transposed(a, b, PRECISION: tl.constexpr = _TF32):
 
 @triton.jit
 def dot_add(weights, tile, acc, PRECISION: tl.constexpr = _TF32):
-    """Returns acc + weights @ tile; rounds weights, fp32 [ROWS, KEYS], to the dtype of `tile`.
-
-    Blocks of `acc` may be None.
-    """
+    """Returns acc + weights @ tile, with `weights` rounded to the dtype of `tile`; blocks of `acc` may be None."""
     weights = weights.to(tile[0].dtype)
     lo = tl.dot(weights, tile[0], acc[0], input_precision=PRECISION)
     if len(tile) > 1:

@@ -210,17 +210,13 @@ def _vector_grad_kernel(
 
 @dataclass(frozen=True)
 class FoldedProducts:
-    """Inputs of the gradients of a linear layer after a LayerNorm.
+    """Inputs of the gradients of a linear layer after a LayerNorm."""
 
-    Args:
-        part: Parts of dz~^T x or of dz^T n, fp32 [splits, F, C].
-        column_part: Partial sums over M of dz and dz~ * mean, fp32 [sums, 2, F]; for dz^T n, only of dz: [sums, F].
-        linear: The layer, contiguous.
-    """
-
-    part: Tensor
-    column_part: Tensor
-    linear: NormedLinear
+    part: Tensor  # parts of dz~^T x or of dz^T n, fp32 [splits, F, C]
+    column_part: (
+        Tensor  # partial sums over M of dz and dz~ * mean, fp32 [sums, 2, F]; for dz^T n, only of dz: [sums, F]
+    )
+    linear: NormedLinear  # contiguous
 
 
 @dataclass(frozen=True)

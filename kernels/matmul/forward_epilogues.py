@@ -62,10 +62,7 @@ def normed(acc, weight_sum_ptr, scale_ptr, factors, where, COLS: tl.constexpr):
 
 @triton.jit
 def _normed_columns(value, heads, which, ROWS: tl.constexpr, HEADS: tl.constexpr):
-    """Normalizes a head of q (which = 0) or of k, [ROWS, HEAD].
-
-    HALVES: in weight and bias of the norm, a pair has channels j and j + HEAD / 2.
-    """
+    """Normalizes a head of q (which = 0) or of k, [ROWS, HEAD]."""
     weights, biases, eps, _, _, _, _ = heads
     HEAD: tl.constexpr = HEADS[0]
     first, second = tl.split(value.reshape(ROWS, HEAD // 2, 2))

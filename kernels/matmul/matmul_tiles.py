@@ -15,10 +15,7 @@ READ_AT_ONCE = tl.constexpr(4)
 
 @triton.jit
 def tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Returns tile row and tile column of the `tile`-th tile. Groups of GROUP_M tile rows share columns of B in L2.
-
-    Source: triton's matmul tutorial.
-    """
+    """Returns tile row and tile column of the `tile`-th tile. Groups of GROUP_M tile rows share columns of B in L2."""
     group = tile // (GROUP_M * tiles_n)
     first = group * GROUP_M
     rows = min(tiles_m - first, GROUP_M)
