@@ -1,14 +1,18 @@
-"""Weight names in files of research code: Google's JAX models, and CLIP of OpenAI and OpenCLIP."""
+"""Weight names in files of research code: Google's JAX models, and CLIP of OpenAI and OpenCLIP.
+
+GOOGLE and CLIP have the attributes that the files of other libraries define for their weights.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 from torch import Tensor
 
 from ..config import ViTConfig
-from .interface.weight_names import Converted, Rule, WeightNames, parts, rename
+from .interface.weight_names import Converted, Rule, parts, rename
 
 # Google's .npz files: vision_transformer and big_vision, also with SigLIP's attention pooling
 _BLOCK = r"Transformer/encoderblock_(\d+)/"
@@ -76,7 +80,7 @@ def _to_torch(name: str, array: Tensor) -> Tensor:
     return array.t().contiguous() if array.dim() == 2 else array
 
 
-GOOGLE = WeightNames("Google JAX", r"(^|/)embedding/kernel$", _convert)
+GOOGLE = SimpleNamespace(NAME="Google JAX", SIGNATURE=r"(^|/)embedding/kernel$", convert=_convert)
 
 
 _CLIP_BLOCK = r"visual\.transformer\.resblocks\.(\d+)\."
@@ -107,4 +111,4 @@ def _convert_clip(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     return converted
 
 
-CLIP = WeightNames("OpenAI CLIP", r"^visual\.conv1\.weight$", _convert_clip)
+CLIP = SimpleNamespace(NAME="OpenAI CLIP", SIGNATURE=r"^visual\.conv1\.weight$", convert=_convert_clip)

@@ -6,7 +6,6 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,14 +49,6 @@ class Converted:
         self.tensors["cls_token"] = self.tensors["cls_token"].double() + positions[:, :1].double()
         self.tensors["pos_embed"] = positions[:, 1:]
         self.origins["cls_token"] = (*self.origins["cls_token"], *self.origins["pos_embed"])
-
-
-class WeightNames(NamedTuple):
-    """A layout of weights in a file that describes several; otherwise, the module of a library has these attributes."""
-
-    NAME: str
-    SIGNATURE: str
-    convert: Callable[[Mapping[str, Tensor], ViTConfig], Converted]
 
 
 def parts(pattern: str, names: Sequence[str], whole: str) -> tuple[Rule, ...]:
