@@ -10,16 +10,8 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from .errors import MAX_SIZE, check_choice, check_integer, check_number, check_type, known_fields, pair
 
-GlobalPool = Literal["token", "avg", "map", ""]
-PosEmbed = Literal["learn", "sincos1d", "sincos2d", "none"]
-Activation = Literal["gelu", "gelu_tanh", "relu", "quick_gelu", "silu"]
-NormLayer = Literal["layer_norm", "rms_norm"]
-MlpLayer = Literal["mlp", "swiglu"]
 Interpolation = Literal["bicubic", "bilinear", "nearest", "lanczos"]
-CropMode = Literal["center", "squash"]
-
 Size = tuple[int, int]
-
 MAX_DEPTH = 1024  # published models have up to 1,000 layers
 
 
@@ -46,7 +38,9 @@ class DataConfig(_Config):
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     interpolation: Interpolation = "bicubic"
     crop_pct: float = 0.9  # side of the center crop divided by the shorter side of the resized image, in (0, 1]
-    crop_mode: CropMode = "center"  # preserves the aspect ratio and crops; "squash" resizes both sides
+    crop_mode: Literal["center", "squash"] = (
+        "center"  # preserves the aspect ratio and crops; "squash" resizes both sides
+    )
 
     def __post_init__(self) -> None:
         for name in ("mean", "std"):
@@ -104,22 +98,22 @@ class ViTConfig(_Config):
     distilled: bool = False  # DeiT's distillation token and second head; requires class_token
     reg_tokens: int = 0  # register tokens after the class token (arXiv 2309.16588)
     # "learn": learned; "sincos1d": fixed (arXiv 1706.03762, patches in reading order); "sincos2d": fixed
-    pos_embed: PosEmbed = "learn"
+    pos_embed: Literal["learn", "sincos1d", "sincos2d", "none"] = "learn"
     no_embed_class: bool = False  # only patches have a position embedding
     pre_norm: bool = False  # a norm precedes the blocks, and the patch embedding has no bias (CLIP)
     embed_norm: bool = False  # a norm follows the patch embedding (AIMv2)
     # "token": class token; "avg": mean of the patches; "map": SigLIP's attention pooling; "": none
-    global_pool: GlobalPool = "token"
+    global_pool: Literal["token", "avg", "map", ""] = "token"
     pool_include_prefix: bool = False  # global_pool="map" also pools class and register tokens
     pool_heads: int | None = None  # heads of the attention pooling; None means num_heads
     pool_mlp_ratio: float | None = None  # mlp_ratio of the attention pooling; None means mlp_ratio
     final_norm: bool = True  # a norm follows the blocks
     fc_norm: bool | None = None  # the final norm follows pooling; None means True for global_pool="avg" only
-    act_layer: Activation = "gelu"  # activation of the MLP: exact "gelu", "gelu_tanh", "quick_gelu", "relu" or "silu"
-    norm_layer: NormLayer = "layer_norm"  # of all norms
+    act_layer: Literal["gelu", "gelu_tanh", "relu", "quick_gelu", "silu"] = "gelu"  # of the MLP; "gelu" is exact
+    norm_layer: Literal["layer_norm", "rms_norm"] = "layer_norm"  # of all norms
     norm_eps: float = 1e-6
     # "mlp": fc2(act(fc1(x))); "swiglu": fc2(act(gate(x)) * up(x)), where fc1 packs gate and up
-    mlp_layer: MlpLayer = "mlp"
+    mlp_layer: Literal["mlp", "swiglu"] = "mlp"
     scale_attn_norm: bool = False  # a norm precedes the output linear of attention (EVA-02 CLIP)
     scale_mlp_norm: bool = False  # a norm precedes fc2 (EVA-02)
     qk_norm: bool = False  # q and k are normalized per head
