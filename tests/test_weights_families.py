@@ -1,4 +1,4 @@
-"""Tests one model per family: with the weights of another library's model, outputs match."""
+"""Tests one model per family: with the weights of another library's model, outputs match, and vice versa."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import transformers
 from torch import Tensor, nn
 from weights_peers import SMALL, assert_same_outputs, randomize
 
-from vit_fast import VisionTransformer, ViTConfig, create_model, load_weights
-from vit_fast.libraries.transformers.hf_model import vit_fields
+from vit_fast import UnsupportedInputError, VisionTransformer, ViTConfig, create_model, load_weights
+from vit_fast.libraries import torchvision
+from vit_fast.libraries.interface.weight_names import take_weights
+from vit_fast.libraries.timm import timm_model
+from vit_fast.libraries.transformers import hf_model
 from vit_fast.weights import WeightsReport
 
 
@@ -124,7 +127,7 @@ def test_transformers(family: str, tmp_path: Path) -> None:
 def test_transformers_heads_with_other_inputs(family: str, fields: dict[str, Any]) -> None:
     config = getattr(transformers, f"{family}Config")(**fields)
     peer = getattr(transformers, f"{family}ForImageClassification")(config)
-    fields = vit_fields({**config.to_dict(), "architectures": [type(peer).__name__]})
+    fields = hf_model.vit_fields({**config.to_dict(), "architectures": [type(peer).__name__]})
     state = peer.state_dict()
     assert "classifier.weight" in load_weights(VisionTransformer(ViTConfig(**fields)), state).ignored
     with_head = VisionTransformer(ViTConfig(**{**fields, "num_classes": 3}))
@@ -235,3 +238,43 @@ def test_original_dinov2_file_with_registers() -> None:
     state["pos_embed"] = torch.cat([torch.randn(1, 1, 64), state["pos_embed"]], dim=1)
     state["mask_token"] = torch.zeros(1, 64)
     assert _load_like_timm(name, state, img_size=98).ignored == ["mask_token"]
+
+
+PEER: dict[str, Any] = {**SMALL, "img_size": 32, "patch_size": 8, "num_classes": 7, "mlp_ratio": 3}
+
+
+@pytest.mark.parametrize(
+    ("library", "fields"),
+    [
+        (timm_model, {}),
+        (timm_model, {"distilled": True}),
+        (timm_model, {"init_values": 1e-5, "reg_tokens": 3, "no_embed_class": True, "num_classes": 0}),
+        (timm_model, {"pre_norm": True, "qkv_bias": False}),
+        (timm_model, {"class_token": False, "global_pool": "map", "num_classes": 0}),
+        (timm_model, {"final_norm": False, "scale_attn_norm": True, "scale_mlp_norm": True, "global_pool": "avg"}),
+        (hf_model, {}),
+        (hf_model, {"qkv_bias": False, "num_classes": 0, "img_size": (32, 48)}),
+        (torchvision, {}),
+    ],
+)
+def test_a_peer_contains_exactly_our_weights(library: Any, fields: dict[str, Any]) -> None:
+    """Converts the weights of the peer back."""
+    config = ViTConfig(**PEER | fields)
+    weights = {name: torch.randn(tensor.shape) for name, tensor in VisionTransformer(config).state_dict().items()}
+    peer = library.build_peer(config)
+    take_weights(peer, weights, library.convert, config)
+    back = library.convert(peer.state_dict(), config)
+    assert back.tensors.keys() == weights.keys() and not back.ignored
+    assert all(torch.equal(back.tensors[name], weights[name]) for name in weights)
+
+
+def test_parameters_without_counterpart_are_listed_for_both_models() -> None:
+    config = ViTConfig(**PEER)
+    weights = VisionTransformer(config.replace(init_values=1e-5, pre_norm=True)).state_dict()
+    peer = torchvision.build_peer(config)
+    before = {name: tensor.clone() for name, tensor in peer.state_dict().items()}
+    reasons = "its parameter conv_proj.bias has no counterpart\n  - vit-fast's parameter norm_pre.weight has no"
+    with pytest.raises(UnsupportedInputError, match=reasons) as refusal:
+        take_weights(peer, weights, torchvision.convert, config)
+    assert len(refusal.value.reasons) == 7
+    assert all(torch.equal(tensor, before[name]) for name, tensor in peer.state_dict().items())
