@@ -225,7 +225,7 @@ class Journal:
 def check_folder(folder: Path) -> None:
     """Raises ValueError for a folder with an unfinished run, and OSError if it is not a new or empty folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder}: must be a new or empty folder, got files")
+        raise FileExistsError(f"{folder}: must be a new or empty folder, got a file or a folder with files")
     if (partial := _partial(folder)).exists():
         raise ValueError(f"{partial} contains an unfinished run: pass --resume {folder}, or another folder")
 
