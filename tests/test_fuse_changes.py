@@ -257,11 +257,9 @@ def test_a_block_that_is_not_fused_in_a_fused_sequential(backend: str) -> None:
 
 def test_a_slice_of_blocks_passes_rotary_positions() -> None:
     model, images = rotary_of_depth(3)["vit-fast"].build().eval(), torch.randn(1, 3, IMAGE, IMAGE)
-    vit_fast.set_backend(model, "sdpa")
     model.blocks = model.blocks[:2]
-    seen: list[Tensor] = []
-    for block in model.blocks:
-        block.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
     with torch.no_grad():
-        model(images)
-    assert len(seen) == 2 and all(positions is not None for positions in seen)
+        expected = model(images)
+        vit_fast.set_backend(model, "eager")
+        model.blocks = model.blocks[:2]
+        torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)

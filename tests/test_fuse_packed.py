@@ -20,39 +20,33 @@ from vit_fast.figures import record_activations
 ALL = TOWERS | NAFLEX
 
 
+FAST = {"triton": ("qwen2_5_vl", "pooled by attention", "any query"), "sdpa": ALL}
+
+
+@pytest.mark.fast_cases(*(f"{backend}-{name}" for backend, names in FAST.items() for name in names))
 @pytest.mark.parametrize("name", ALL)
-def test_a_tower_is_fused_and_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", FAST)
+def test_a_fused_tower_matches(backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs training and evaluation with batches of several sizes; NaFlexVit must not run timm's forward."""
     tower = ALL[name]
     model = tower.build()
     plain = copy.deepcopy(model)
-    vit_fast.fuse(model, "sdpa").require_all()
-    for batch in range(3):
+    vit_fast.fuse(model, backend).require_all()
+    for batch in (0, 1, 2) if backend == "sdpa" else (2,):
         inputs = tower.inputs(batch)
         expected = gradients(tower, plain.train(batch != 1), inputs)
         with monkeypatch.context() as patched:
             patched.setattr("vit_fast.libraries.timm.timm_blocks.additive", None)
             assert_same_results(gradients(tower, model.train(batch != 1), inputs), expected)
+    with torch.no_grad():
+        frozen = vit_fast.freeze(model.eval())
+        assert backend == "sdpa" or len(frozen) == 2
+        for scale in (1.0, 0.8):
+            for parameter in (*model.parameters(), *plain.eval().parameters()):
+                parameter.mul_(scale)
+            torch.testing.assert_close(tower.run(model, inputs), tower.run(plain, inputs), rtol=1e-4, atol=2e-5)
     vit_fast.unfuse(model)
     assert classes_of(model) == classes_of(plain)
-
-
-@pytest.mark.fast_cases("qwen2_5_vl", "pooled by attention", "any query")
-@pytest.mark.parametrize("name", ALL)
-def test_a_tower_runs_by_kernels(name: str) -> None:
-    tower = ALL[name]
-    model = tower.build()
-    plain = copy.deepcopy(model)
-    vit_fast.fuse(model, "triton").require_all()
-    inputs = tower.inputs(2)
-    assert_same_results(gradients(tower, model, inputs), gradients(tower, plain, inputs))
-    close = {"rtol": 1e-4, "atol": 2e-5}
-    with torch.no_grad():
-        assert len(vit_fast.freeze(model.eval())) == 2
-        torch.testing.assert_close(tower.run(model, inputs), tower.run(plain, inputs), **close)
-        for parameter in (*model.parameters(), *plain.parameters()):
-            parameter.mul_(0.8)
-        torch.testing.assert_close(tower.run(model, inputs), tower.run(plain, inputs), **close)
 
 
 @pytest.mark.parametrize("change", ["dropout", "own mask", "hook"])

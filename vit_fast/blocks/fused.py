@@ -261,8 +261,7 @@ class FusedNormMlp(FusedModule):
         cls.read_mlp(reader)
         return Finding(reader.reasons, reader.notes, [child for _, _, child in reader.edges.values()])
 
-    def read(self) -> BlockParts:
-        return read_block(self, self.read_mlp, self.read_attention, self.reader)
+    read = read_block  # a method
 
     def ready(self) -> BlockParts | None:
         """Returns the parts; None if dropout, hooks or wrapped children require the original forward."""

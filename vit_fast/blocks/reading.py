@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -264,16 +264,10 @@ class Reader(Inspector):
         return parts if self.check_fusible() else None
 
 
-def read_block(
-    block: nn.Module,
-    read_mlp: Callable[[Reader], MlpParts | None],
-    read_attention: Callable[[Reader], AttentionParts | None] | None = None,
-    reader: type[Reader] = Reader,
-) -> BlockParts:
-    """Reads the parts of a block, each half separately, so that one half can be fused without the other."""
-    first, second = reader(block), reader(block)
-    attention = None if read_attention is None else read_attention(first)
-    mlp = read_mlp(second)
+def read_block(block: Any) -> BlockParts:
+    """Reads the parts of a fused block, each half separately, so that one half can be fused without the other."""
+    first, second = block.reader(block), block.reader(block)
+    attention, mlp = block.read_attention(first), block.read_mlp(second)
     edges = first.edges | second.edges
     rest = Inspector(block)
     if first.edges:  # otherwise the block's forward calls every module of its first half
