@@ -96,7 +96,7 @@ def kernels(
             report = collect(archs, core=False, update_baseline=update_baseline, to_stderr=as_json)
             failed, text_of = any(row["problems"] for row in report["builds"]), _summary
     except (RuntimeError, ImportError) as error:  # e.g. without triton or a GPU
-        raise ValueError(f"kernels {mode}: {error}") from error
+        raise ValueError(f"{' '.join(['kernels', *chosen])}: {error}") from error
     typer.echo(json.dumps(report, indent=2) if as_json else text_of(report))
     if failed:
         raise typer.Exit(1)
