@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from children import environment, run_python
 from PIL import Image
 
 from vit_fast import create_model, save
@@ -15,30 +14,24 @@ from vit_fast.files import file_aside, folder_aside
 
 RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "cpu-2core"
 FULL_DISK = """
-import contextlib, io, resource, signal
+import contextlib, io, resource, signal, sys
 from pathlib import Path
 import torch
 from vit_fast import create_model, save
 from vit_fast.cli import main
 from vit_fast.export import export_onnx
 
-def command(*arguments):
-    try:
-        main([*arguments])
-    except SystemExit as ended:
-        assert ended.code == 2, ended.code
-
-writers = {
-    "new/m.safetensors": lambda: save(create_model("vit_test"), "new/m.safetensors"),
-    "new/m.onnx": lambda: export_onnx(create_model("vit_test"), "new/m.onnx", verify=False),
-    "new/deep/out/checkpoint.pth": lambda: command(
-        "train", "images", "--model", "vit_test", "--epochs", "1", "--out", "new/deep/out"),
-    "new/filters.png": lambda: command("show", "vit_test", "--figures", "filters", "--out", "new"),
-    "new/p.parquet.parts/task.json": lambda: command(
-        "predict", "images", "--weights", "m.safetensors", "--out", "new/p.parquet", "--workers", "0"),
-    "new/c.png": lambda: command("evaluate", "images", "--weights", "m.safetensors", "--confusion", "new/c.png"),
-    "new/r.html": lambda: command("report", RECORD, "--out", "new/r.html"),
+weights = ("--weights", "m.safetensors")
+commands = {
+    "new/deep/out/checkpoint.pth": ("train", "images", "--model", "vit_test", "--epochs", "1", "--out", "new/deep/out"),
+    "new/filters.png": ("show", "vit_test", "--figures", "filters", "--out", "new"),
+    "new/p.parquet.parts/task.json": ("predict", "images", *weights, "--out", "new/p.parquet", "--workers", "0"),
+    "new/c.png": ("evaluate", "images", *weights, "--confusion", "new/c.png"),
+    "new/r.html": ("report", sys.argv[1], "--out", "new/r.html"),
 }
+writers = {path: lambda path=path: main([*commands[path]]) for path in commands}
+writers["new/m.safetensors"] = lambda: save(create_model("vit_test"), "new/m.safetensors")
+writers["new/m.onnx"] = lambda: export_onnx(create_model("vit_test"), "new/m.onnx", verify=False)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 for path, write in writers.items():
@@ -47,8 +40,11 @@ for path, write in writers.items():
             write()
         except OSError as error:
             stderr.write(f"vit-fast: error: {error}\\n")
+        except SystemExit as ended:
+            assert ended.code == 2, ended.code
     error = stderr.getvalue().lstrip("\\n")  # rich 13.7 ends a progress bar with an empty line
-    print(path, Path("new").exists(), error, sep="|", end="")
+    assert error.startswith(f"vit-fast: error: {path}: cannot be written: ") and error.count("\\n") == 1, error
+    assert not Path("new").exists(), path
 """
 
 
@@ -60,15 +56,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
         for number in range(2):
             Image.new("RGB", (32, 32), (90 * number, 9, 200)).save(tmp_path / "images" / name / f"{number}.png")
     save(create_model("vit_test", num_classes=2), tmp_path / "m.safetensors")
-    done = subprocess.run(
-        [sys.executable, "-c", f"RECORD = {str(RECORD)!r}\n{FULL_DISK}"], cwd=tmp_path, capture_output=True, text=True,
-        env=os.environ | {"MPLBACKEND": "agg"},
-    )  # fmt: skip
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) == FULL_DISK.count("lambda:"), done.stdout + done.stderr
-    for line in lines:
-        path, left, error = line.split("|")
-        assert left == "False" and error.startswith(f"vit-fast: error: {path}: cannot be written: "), line
+    run_python(["-c", FULL_DISK, str(RECORD)], environment() | {"MPLBACKEND": "agg"}, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "m.safetensors"]
 
 
