@@ -2,6 +2,9 @@
 
 Building a `Launch` requires no GPU and accepts meta tensors. So `inspect/offline.py` can compile exactly what
 `Launch.run` launches.
+
+Arguments that belong together may form a tuple, e.g. the parameters of a layer. Triton (3.6, 3.7) supports no tensor
+descriptors in tuples, specializes on their integers even with do_not_specialize, and cannot compare tuples with None.
 """
 
 from __future__ import annotations

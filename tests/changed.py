@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 KERNELS = (
     "attention_*", "kernel_shapes", "matmul_*", "mlp_*", "rotary*",
-    "weight_gradients", "scaled_weights", "block_operator", "operators", "fp8_block",
+    "block_operator", "operators", "fp8_block",
 )  # fmt: skip
 COMPILED = ("static_kernels", "stand_in_driver", "warm_up")
 FUSED = (

@@ -1,12 +1,10 @@
-"""Patches of Triton's interpreter, for tests only: `correct` changes results, `accelerate` does not.
+"""Patches of Triton's interpreter for tests: `correct` changes results, `accelerate` does not.
 
-Without `correct`, `tl.dot` multiplies the bit patterns of bf16 operands and casts to bf16 truncate (triton 3.6 to 3.9).
-Operands are widened to fp32 before the product, which is exact, and casts round to nearest even as the hardware does.
-Casts to e4m3 send ties away from zero, wrap around past 448 and make NaN a number; casts from it take NaN for 480.
+Without `correct`, `tl.dot` multiplies the bit patterns of bf16 operands, and casts to bf16 truncate (triton 3.6 - 3.9).
+Casts to and from e4m3 are incorrect for ties, large values and NaN. The patch widens operands to fp32, which is exact.
 
-Without `accelerate`, the interpreter searches triton.language for functions to replace at every call of a device
-function, although they nearly always are replaced already: half of its time. It also looks for overflows of integers
-and discards what it finds, describes the shape of every result anew, and computes erf of one number at a time.
+Without `accelerate`, half of the time is spent on searching triton.language for functions to replace, in every call of
+a device function. The interpreter also checks integers for overflow, and computes erf of one number at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ def _round_to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def _round_to_e4m3(values: np.ndarray) -> np.ndarray:
-    """Rounds as cvt.rn.satfinite does."""
     floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32)).clamp(-448, 448)
     return floats.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
@@ -53,7 +50,6 @@ def _from_e4m3(values: np.ndarray) -> np.ndarray:
 
 @cache
 def correct() -> None:
-    """Patches the products and casts of the interpreter."""
     builder = interpreter.InterpreterBuilder
     create_dot = builder.create_dot
     convert_float = interpreter._convert_float
@@ -76,7 +72,6 @@ def correct() -> None:
 
 @cache
 def _languages(function: Any) -> tuple[Any, ...]:
-    """The modules of triton.language that a device function sees."""
     return tuple(value for value in function.__globals__.values() if value is tl or value is tl.core)
 
 
@@ -91,7 +86,6 @@ def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _shape_of_tensor(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """A tensor's number of elements and its shape, of the sizes."""
     return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(size) for size in shape])
 
 
@@ -104,7 +98,6 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
 
 @cache
 def _shape_of_block(shape: tuple[int, ...]) -> tuple[Any, int]:
-    """A block's shape, of sizes that are allowed, and its number of elements."""
     if not shape:
         raise TypeError("0d block_type is forbidden")
     return core.tuple(shape), core.validate_block_shape(shape)
@@ -118,7 +111,6 @@ def _init_block(self: Any, element_ty: Any, shape: Any) -> None:
 
 
 def _erf(values: np.ndarray) -> np.ndarray:
-    """Computes erf of fp32 in fp64, as the interpreter does, for the whole array at once."""
     return torch.from_numpy(np.array(values, dtype=np.float64)).erf_().numpy().astype(np.float32)
 
 

@@ -1,16 +1,26 @@
-"""Epilogues of the matmul kernel match the fp64 reference."""
+"""The matmul kernel and the kernels of weights and weight gradients match the fp64 reference."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 import torch
+from children import environment, run_python
+from kernel_execution import KERNEL_ARCH
 from kernel_support import DEVICE, FORWARD_FACTOR, assert_as_exact_as_eager, nan_like
 from mlp_support import combined, statistics_of
 from torch import Tensor
 
-from vit_fast.kernels.device import gpu_of, reads_descriptors
-from vit_fast.kernels.linear import linear
-from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands, matmul_launch
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from vit_fast.kernels.device import REFERENCE_GPU, gpu_of, reads_descriptors
+from vit_fast.kernels.layer_norm import NormInput
+from vit_fast.kernels.linear import gradients, linear, weight_products
+from vit_fast.kernels.linear.scaled_weights import in_dtype, scaled_weights
+from vit_fast.kernels.linear.weight_products import weight_products_launch
+from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands, fits_tma, matmul_launch
 from vit_fast.kernels.matmul.matmul_policy import matmul_config
 
 HALF = (torch.float16, torch.bfloat16)
@@ -115,3 +125,140 @@ def test_statistics_do_not_depend_on_sub_tiles(C: int, sub_tiles: int, monkeypat
     out, part = linear.linear_residual(*tensors, statistics=True)
     assert part is not None
     _check_statistics(out, part)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("programs", [1, 2, 3, 132])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    "widths",
+    [[(40, 72)], [(40, 72), (136, 48)], [(40, 33), (130, 48)], [(40, 72), (8, 8), (136, 48), (64, 96)]],
+    ids=str,
+)
+def test_products_of_one_to_four_pairs(
+    widths: list[tuple[int, int]], splits: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each program continues with the next matmul where one ends."""
+    gpu = dataclasses.replace(REFERENCE_GPU, sm_count=programs)
+    monkeypatch.setattr(weight_products, "gpu_of", lambda device: gpu)
+    rows = 70
+    pairs = [
+        tuple(normal(rows, width, dtype=torch.bfloat16, seed=8 * index + i) for i, width in enumerate(pair))
+        for index, pair in enumerate(widths)
+    ]
+    tma = fits_tma(tensor for pair in pairs for tensor in pair)
+    assert tma == all(width % 8 == 0 for pair in widths for width in pair)
+    config = MatmulConfig(64, 32, 16, tma=tma, num_stages=2)
+    out = [torch.full((splits, *pair), float("nan"), device=DEVICE) for pair in widths]
+    weight_products_launch(pairs, out, config).run()
+    for (a, b), found in zip(pairs, out, strict=True):
+        torch.testing.assert_close(found.double().sum(0), a.double().T @ b.double(), rtol=1e-5, atol=1e-4)
+        first = -(-5 // splits) * 16  # of 5 steps
+        torch.testing.assert_close(found[0].double(), a[:first].double().T @ b[:first].double(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("M", "F"), [(1, 1), (255, 127), (256, 128), (257, 129), (600, 24)])
+def test_partial_sums_in_the_layer_norm_backward(M: int, F: int, dtype: torch.dtype, residual: bool) -> None:
+    C = 40
+    grad, x, gamma, dz = normal(M, C, dtype=dtype), normal(M, C, seed=1), normal(C, seed=2), normal(M, F, seed=3)
+    dz, added = dz.to(dtype), normal(M, C, seed=4, dtype=dtype) if residual else None
+    x = x.to(dtype)
+    statistics = torch.stack([x.float().mean(1), (x.float().var(1, correction=0) + 1e-6).rsqrt()])
+    rows = NormInput(x, statistics)
+    dx, normalized, parts = gradients.layer_norm_gradient(grad, gamma, rows, added, dz)
+    assert parts.shape == (-(-M // gradients.SUM_ROWS), F)
+    exact = torch.stack([part.double().sum(0) for part in dz.split(gradients.SUM_ROWS)])
+    torch.testing.assert_close(parts.double(), exact, rtol=1e-6, atol=1e-4)
+    plain, same, _ = gradients.layer_norm_gradient(grad, gamma, rows, None, dz)
+    assert torch.equal(dx, plain if added is None else plain + added)
+    assert torch.equal(normalized, same)
+
+
+def _random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def assert_rounded_once(made: Tensor, exact: Tensor) -> None:
+    rounding = torch.finfo(made.dtype).eps / 2
+    smallest = torch.finfo(made.dtype).smallest_normal * rounding
+    error = (made.double() - exact).abs()
+    assert bool((error <= exact.abs() * rounding * 1.01 + smallest * 1.01).all())
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [*((given, half) for half in HALF for given in (torch.float32, half)), (torch.float32,) * 2]
+)
+@pytest.mark.parametrize("size", [1.0, 1e-5])
+def test_weights_of_a_backward(given: torch.dtype, wanted: torch.dtype, size: float) -> None:
+    """Five weights of different shapes, with and without LayerScale. In fp16, a power of two is factored out."""
+    shapes = (48, 72), (130, 16), (7, 1), (16, 2050), (3, 5)
+    scales = [_random(rows, dtype=given) * size for rows, _ in shapes]
+    scales[1] = torch.zeros_like(scales[1])
+    pairs = [(_random(*shape, dtype=given), scale) for shape, scale in zip(shapes, scales)]
+    pairs[3] = (pairs[3][0], None)
+    for (weight, scale), made in zip(pairs, scaled_weights(pairs, wanted), strict=True):
+        assert made.weight.shape == weight.shape and made.weight.is_contiguous()
+        assert (made.factor is None) == (scale is None or wanted != torch.float16)
+        exact = weight.double() if scale is None else weight.double() * scale.double()[:, None]
+        if made.factor is not None:
+            assert made.factor.shape == weight.shape[1:]
+            factor = made.factor.unique().item()
+            assert torch.frexp(torch.tensor(factor))[0] == 0.5  # a power of two
+            if scale is not None and scale.any():
+                assert factor <= scale.abs().max() < 2 * factor
+            exact = exact / factor
+        assert_rounded_once(made.weight, exact)
+
+
+def test_weights_are_copied_only_if_necessary() -> None:
+    weight, scale = _random(72, 48, dtype=torch.float32), _random(96, dtype=torch.float32)
+    for turned, of_two in ((weight.t(), scale[::2]), (weight[:48], scale[48:])):
+        (made,) = scaled_weights([(turned, of_two)], torch.bfloat16)
+        assert_rounded_once(made.weight, turned.double() * of_two.double()[:, None])
+    ready, other = _random(8, 16, dtype=torch.bfloat16), _random(8, 16, dtype=torch.float32)
+    first, second, third = in_dtype(torch.bfloat16, ready, other, ready.t())
+    assert first is ready and second.dtype == torch.bfloat16
+    assert third.is_contiguous() and torch.equal(third, ready.t())
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_invalid_scales_propagate(value: float) -> None:
+    weight, scale = _random(4, 16, dtype=torch.float32), _random(4, dtype=torch.float32)
+    scale[2] = value
+    (made,) = scaled_weights([(weight, scale)], torch.float16)
+    assert made.factor is not None
+    assert not (made.weight.float() * made.factor)[2].isfinite().any()
+
+
+_COUNT = """
+import json, torch, vit_fast
+from torch.profiler import ProfilerActivity, profile
+from vit_fast.blocks.block import run_blocks
+from vit_fast.kernels.inspect import offline
+
+found = []
+for scale in (None, 1e-5):
+    with offline.recorded(offline.gpu("sm_90")) as launches:
+        options = {"depth": 1, "num_classes": 0, "init_values": scale}
+        model = vit_fast.create_model("vit_base_patch16_224", backend="triton", **options)
+        x = torch.empty(256, 197, 768, requires_grad=True)
+        with profile(activities=[ProfilerActivity.CPU]) as told:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = run_blocks(model.blocks, x)
+            y.backward(torch.empty_like(y))
+    by_torch = {event.key: event.count for event in told.key_averages() if event.key in ("aten::_to_copy", "aten::mul")}
+    found.append([len(launches), by_torch])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="records launches of CPU tensors")
+@pytest.mark.skipif(KERNEL_ARCH is not None, reason="counts launches in a process without the emulator")
+def test_torch_casts_no_weights_under_autocast() -> None:
+    """In a training step, torch casts only the gradient of a block's fp32 output."""
+    for launches, by_torch in json.loads(run_python(["-c", _COUNT], environment())):
+        assert launches <= 21 and by_torch == {"aten::_to_copy": 1}
