@@ -88,7 +88,25 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
         reasons = [f"{name}: {why}" for name, why in skipped.items()]
         none = "the model must have an encoder block that vit_fast.fuse supports, got none"
         raise UnsupportedInputError("calibrate", reasons or [none])
-    observers = _observe(copied, blocks, batches)
+    observers = {(block.name, linear): Observer(np.random.default_rng(0)) for block in blocks for linear in LINEARS}
+    undefined: list[str] = []
+
+    def observe(block: EmulatedBlock, linear: str, x: Tensor) -> None:
+        for tokens in x.flatten(1, -2).cpu().numpy():
+            if not observers[block.name, linear].add(tokens):
+                undefined.append(block.linears[linear][0])
+
+    for block in blocks:
+        block.observe = functools.partial(observe, block)
+    with torch.inference_mode():
+        for batch in batches:
+            try:
+                copied(batch)
+            except (RuntimeError, ValueError, TypeError) as error:
+                what = f"a batch of shape {tuple(batch.shape)}, {batch.dtype}"
+                raise ValueError(f"images must be inputs of the model, got {what}: {error}") from error
+            if undefined:
+                raise ValueError(f"the input of {undefined[0]} must be finite on all images, got infinity or NaN")
     chosen = [[_choose(block, each, observers[block.name, each].seen()) for each in LINEARS] for block in blocks]
     for block, linears in zip(blocks, chosen):
         set_scales(model.get_submodule(block.name), BlockScales(*(scale for scale, _ in linears)))
@@ -114,30 +132,6 @@ def _batches(model: nn.Module, images: Any) -> list[Tensor]:
     if not batches:
         raise ValueError("images must contain at least one image, got none")
     return batches
-
-
-def _observe(copied: nn.Module, blocks: list[EmulatedBlock], batches: list[Tensor]) -> dict[tuple[str, str], Observer]:
-    """Runs the model and returns an observer of each linear layer's input, by block and name of LINEARS."""
-    observers = {(block.name, linear): Observer(np.random.default_rng(0)) for block in blocks for linear in LINEARS}
-    undefined: list[str] = []
-
-    def observe(block: EmulatedBlock, linear: str, x: Tensor) -> None:
-        for tokens in x.flatten(1, -2).cpu().numpy():
-            if not observers[block.name, linear].add(tokens):
-                undefined.append(block.linears[linear][0])
-
-    for block in blocks:
-        block.observe = functools.partial(observe, block)
-    with torch.inference_mode():
-        for batch in batches:
-            try:
-                copied(batch)
-            except (RuntimeError, ValueError, TypeError) as error:
-                what = f"a batch of shape {tuple(batch.shape)}, {batch.dtype}"
-                raise ValueError(f"images must be inputs of the model, got {what}: {error}") from error
-            if undefined:
-                raise ValueError(f"the input of {undefined[0]} must be finite on all images, got infinity or NaN")
-    return observers
 
 
 def _choose(block: EmulatedBlock, linear: str, seen: Observation) -> tuple[Tensor, LinearCalibration]:
