@@ -111,9 +111,8 @@ class Group:
         """The configuration and weights under our (timm's) names, from which every library builds the model."""
         weights = weights_of(self.model, self.dtype)
         if self.model.config is None or weights is None:
-            raise UnsupportedInputError(
-                "this candidate", [f"the model must be one of `vit-fast models`, got {self.model.name}"]
-            )
+            reason = f"the model must be one of `vit-fast models`, got {self.model.name}"
+            raise UnsupportedInputError("this candidate", [reason])
         return self.model.config, weights
 
     @property
@@ -183,8 +182,8 @@ def resolve(given: str) -> Callable[[Size | None], list[Model]]:
 
 
 def _variant(name: str, img_size: Size | None) -> Model:
-    variant = get_variant(name)
-    return describe_vit(name, variant.config.replace(img_size=img_size or variant.config.img_size), variant.data)
+    config, data = get_variant(name).config, get_variant(name).data
+    return describe_vit(name, config.replace(img_size=img_size or config.img_size), data)
 
 
 def describe_vit(name: str, config: ViTConfig, data: DataConfig, weights: Mapping[str, Tensor] | None = None) -> Model:

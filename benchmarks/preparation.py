@@ -82,23 +82,21 @@ class TrainingStep:
     def gradients(self, x: Tensor, rows: Sequence[int], places: Sequence[int]) -> list[Tensor]:
         """Computes gradients of the input [B, ...], and of each parameter: for a whole model only their norm [1]."""
         leaf = x.detach().clone().requires_grad_()
-        if self.whole:
-            losses = self._losses(leaf, torch.tensor(places, device=x.device))
-        else:
-            out = self.function(leaf)
-            losses = (out * self._gradient_of(out)).flatten(1).sum(1)
+        losses = self._losses(leaf, torch.tensor(places, device=x.device))
         own, *others = torch.autograd.grad(losses[rows].sum(), [leaf, *self.parameters], allow_unused=self.whole)
         if not self.whole:
             return [own, *others]
         squares = [gradient.double().square().sum() for gradient in others if gradient is not None]
         return [own, torch.stack(squares).sum().sqrt().reshape(1).to(x.dtype)]
 
-    def _losses(self, images: Tensor, places: Tensor) -> Tensor:
-        amp = self.group.dtype_name == "amp" and images.dtype != torch.float64
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=amp):
-            outputs = self.function(images).flatten(1)
-        outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
-        return F.cross_entropy(outputs, places % outputs.shape[1], reduction="none")
+    def _losses(self, x: Tensor, places: Tensor) -> Tensor:
+        amp = self.group.dtype_name == "amp" and self.whole and x.dtype != torch.float64
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
+            out = self.function(x)
+        if not self.whole:
+            return (out * self._gradient_of(out)).flatten(1).sum(1)
+        logits = out.flatten(1).to(torch.promote_types(out.dtype, torch.float32))
+        return F.cross_entropy(logits, places % logits.shape[1], reduction="none")
 
     @staticmethod
     def _gradient_of(out: Tensor) -> Tensor:

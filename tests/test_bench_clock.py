@@ -68,21 +68,6 @@ def test_untimed_calls_outlast_the_threads_of_the_previous_candidate(monkeypatch
     assert now_ms - before <= (SIX.warmup_repeats + SIX.repeats + 4) * 10  # none for a call alone
 
 
-def test_on_round_can_end_the_measurement_and_exceptions_are_raised() -> None:
-    timings = time_interleaved(
-        {"a": lambda _: None}, CPU, SIX, on_round=lambda number, taken: taken if number < 2 else ()
-    )
-    assert len(timings["a"]) == 2
-    with pytest.raises(ZeroDivisionError):
-        time_interleaved({"a": lambda _: 1 / 0}, CPU, SIX)
-
-
-def test_inputs_rotate_through_more_memory_than_the_cache() -> None:
-    for nbytes in (1000, 2**20, 2**30):
-        copies = clock.cold_copies(nbytes, CPU)
-        assert copies >= 2 and copies * nbytes >= 2 * clock.CPU_CACHE_BYTES
-
-
 def test_peak_memory_counts_what_is_alive_at_once() -> None:
     x = torch.randn(512, 512)  # 1 MiB
     three = clock.peak_memory_of_call(lambda: [x + 1, x + 2, x + 3], CPU)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.measure.build import build
-from vit_fast.measure.candidate import Candidate
+from vit_fast.measure.candidate import AS_FILE, Candidate
 from vit_fast.measure.search import Refused
 from vit_fast.measure.trials import Trials
 
@@ -50,19 +50,24 @@ def test_graphs_are_a_drop_in(model, images, graphs: list[Tape], changes: dict[s
         optimized(images[:, :, :16])
 
 
-def test_signatures_of_graphs(images, graphs: list[Tape]) -> None:
+@pytest.mark.parametrize("choice", [GRAPHED, pytest.param(AS_FILE, marks=pytest.mark.slow)], ids=str)
+def test_a_result_takes_and_returns_what_the_model_does(images, graphs: list[Tape], choice: Candidate) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     config = transformers.ViTConfig(image_size=32, patch_size=16, num_labels=5, **sizes)
     model, example = transformers.ViTForImageClassification(config).eval(), {"pixel_values": images}
     trials = Trials(model, example)
-    trials.prepare(GRAPHED, 600)
-    optimized = trials.prepared[GRAPHED][0]
-    assert type(optimized(images)) is type(trials.output)
+    trials.prepare(choice, 600)
+    optimized, expected = trials.prepared[choice][0], trials.output
+    for output in (optimized(**example), optimized(images), optimized(images, output_attentions=None)):
+        assert type(output) is type(expected) and output.keys() == expected.keys()
+        torch.testing.assert_close(output.logits, expected.logits, atol=1e-5, rtol=1e-5)
     with pytest.raises(vit_fast.UnsupportedInputError, match="got Tensor, output_attentions"):
         optimized(images, output_attentions=True)
+    with pytest.raises(vit_fast.UnsupportedInputError, match="got nothing"):
+        optimized()
     with pytest.raises(vit_fast.UnsupportedInputError, match="one tensor"):
-        build(GRAPHED, model, example | {"interpolate_pos_encoding": False}, trials.output, ())
+        build(choice, model, example | {"interpolate_pos_encoding": False}, expected, ())
 
 
 def test_compiled_models_return_memory_of_their_own(model, images, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, export_onnx
 from vit_fast.measure import trials
 from vit_fast.measure.build import build
-from vit_fast.measure.candidate import AS_FILE, Candidate, judge
+from vit_fast.measure.candidate import Candidate, judge
 from vit_fast.measure.optimization import FIGURES, deploy
 from vit_fast.measure.runtimes import OnnxFile, open_file
 
@@ -113,25 +113,6 @@ def test_the_command_takes_files(files: Path, name: str, dtype, capsys: pytest.C
     found = json.loads(capsys.readouterr().out)
     assert found["table"][0]["name"] == "original" and found["figures"]["images_per_s"] > 0
     assert open_model(str(files / f"{name}.onnx"), 2, ()).example.dtype == dtype
-
-
-@pytest.mark.slow
-def test_outputs_are_of_the_models_own_class(images) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    config = transformers.ViTConfig(image_size=32, patch_size=16, num_labels=5, **sizes)
-    model = transformers.ViTForImageClassification(config).eval()
-    expected = model(pixel_values=images)
-    optimized = build(AS_FILE, model, {"pixel_values": images}, expected, ())
-    for output in (optimized(pixel_values=images), optimized(images), optimized(images, output_attentions=None)):
-        assert type(output) is type(expected) and output.keys() == expected.keys()
-        torch.testing.assert_close(output.logits, expected.logits, atol=1e-5, rtol=1e-5)
-    for arguments, options, found in (
-        ((images,), {"output_attentions": True}, "output_attentions"),
-        ((), {}, "nothing"),
-    ):
-        with pytest.raises(UnsupportedInputError, match=f"got .*{found}"):
-            optimized(*arguments, **options)
 
 
 def test_openvino(files: Path, images) -> None:

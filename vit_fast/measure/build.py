@@ -134,10 +134,25 @@ def build(
     hooked = [name or "the model" for name, module in model.named_modules() if is_hooked(module)]
     if candidate != ORIGINAL and hooked:
         raise UnsupportedInputError(candidate.name, [f"{', '.join(hooked[:3])} has hooks, which would not run"])
+    function: Function = model
     if candidate.runs_file:  # the runtime splits batches and sets threads itself
         function = _session(candidate, model, example, output, image_files)
-    else:
-        function = _module(candidate, model, example, image_files, min_agreement)
+    elif candidate != ORIGINAL:
+        if isinstance(model, OnnxFile):
+            raise UnsupportedInputError(candidate.name, ["an ONNX file needs ONNX Runtime or OpenVINO"])
+        work = changed_copy(candidate, model, example, image_files, min_agreement)
+        function = candidate.compiled(work, fullgraph=False)  # models of other libraries may have graph breaks
+        if candidate.engine in GRAPH_MODES:
+            compiled = function  # the next replay of its CUDA graphs overwrites the outputs
+            function = lambda *args, **named: pytree.tree_map_only(Tensor, torch.clone, compiled(*args, **named))  # noqa: E731
+        dtype = None if candidate.precision is None else DTYPES[candidate.precision]
+        if candidate.graphs:
+            if (images := only_images(example)) is None:
+                raise UnsupportedInputError(candidate.name, ["CUDA graphs need a model that takes one tensor"])
+            runner = GraphRunner(work, images.to(dtype or images.dtype), (candidate.split or len(images),))
+            function = _of_images(runner, model, example, candidate)
+        if dtype is not None:
+            function = with_inputs(function, lambda value: value.to(dtype))
         if candidate.split is not None:
             function = _in_pieces(function, candidate.split)
         if candidate.threads is not None:
@@ -198,27 +213,6 @@ def _fuse_parts(work: nn.Module, candidate: Candidate) -> None:
         if backend is not None:
             module: Any = work.get_submodule(row.name)
             module.set_fused_backend(backend)
-
-
-def _module(
-    candidate: Candidate, model: nn.Module, example: Any, image_files: Sequence[str | Path], min_agreement: float
-) -> Function:
-    if candidate == ORIGINAL:
-        return model
-    if isinstance(model, OnnxFile):
-        raise UnsupportedInputError(candidate.name, ["an ONNX file needs ONNX Runtime or OpenVINO"])
-    work = changed_copy(candidate, model, example, image_files, min_agreement)
-    function: Function = candidate.compiled(work, fullgraph=False)  # models of other libraries may have graph breaks
-    if candidate.engine in GRAPH_MODES:
-        compiled = function  # the next replay of its CUDA graphs overwrites the outputs
-        function = lambda *args, **kwargs: pytree.tree_map_only(Tensor, torch.clone, compiled(*args, **kwargs))  # noqa: E731
-    dtype = None if candidate.precision is None else DTYPES[candidate.precision]
-    if candidate.graphs:
-        if (images := only_images(example)) is None:
-            raise UnsupportedInputError(candidate.name, ["CUDA graphs need a model that takes one tensor"])
-        runner = GraphRunner(work, images.to(dtype or images.dtype), (candidate.split or len(images),))
-        function = _of_images(runner, model, example, candidate)
-    return function if dtype is None else with_inputs(function, lambda value: value.to(dtype))
 
 
 def _session(

@@ -212,7 +212,7 @@ class Trials:
         self.model, self.example, self.image_files = model, example, image_files
         self.min_agreement, self.memory_limit = min_agreement, memory_limit
         self.start = time.perf_counter() if start is None else start
-        self.progress, self.check_interrupt = progress, check_interrupt
+        self.progress, self.check_interrupt = progress or (lambda what, seconds: None), check_interrupt
         self.device = device_of_example(example)
         self.tell("the reference in fp64")
         self.batches = [example, *others]
@@ -287,8 +287,7 @@ class Trials:
         return samples[-1]
 
     def tell(self, what: str) -> None:
-        if self.progress is not None:
-            self.progress(what, self.elapsed_s())
+        self.progress(what, self.elapsed_s())
 
     def release(self, candidate: Candidate) -> None:
         self.prepared.pop(candidate, None)
@@ -307,12 +306,10 @@ def device_of_example(example: Any) -> torch.device:
             "example must be images [B, channels, height, width] with B >= 1, a tuple of arguments, or a mapping of "
             f"keyword arguments, got {type(example).__name__}"
         )
-    devices = {tensor.device for tensor in tensors}
-    if torch.device("meta") in devices:
-        raise ValueError("example must not be on the meta device")
-    if len(devices) > 1:
-        raise ValueError(f"example must be on one device, got {', '.join(map(str, devices))}")
-    return devices.pop()
+    device, *others = dict.fromkeys(tensor.device for tensor in tensors)
+    if others or device.type == "meta":
+        raise ValueError(f"example must not be on the meta device or several devices, got {[device, *others]}")
+    return device
 
 
 def _in_words(error: Exception) -> str:
