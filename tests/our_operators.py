@@ -1,4 +1,4 @@
-"""Our operators in compiled graphs and in calls: a graph without them computes the same, by torch."""
+"""The operators of vit-fast in compiled graphs and in calls. A graph without them would give the same results."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class OurOperators(list[str]):
-    """A backend of torch.compile that runs graphs as they are and lists our operators in them."""
+    """A backend of torch.compile that runs graphs unchanged and lists our operators in them."""
 
-    def __init__(self) -> None:
-        self.graphs = 0
+    graphs = 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
         self.graphs += 1
@@ -25,10 +24,6 @@ class OurOperators(list[str]):
 
 
 class _Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[tuple[Any, tuple[Any, ...]]] = []
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "vit_fast":
             self.made.append((func, args))
@@ -36,12 +31,14 @@ class _Calls(TorchDispatchMode):
 
 
 def calls_of(run: Callable[[], object]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Our operators that a function calls, backwards included, with their arguments."""
-    with _Calls() as calls:
+    """Returns our operators that a function calls, also backward, with their arguments."""
+    calls = _Calls()
+    calls.made = []
+    with calls:
         run()
     return calls.made
 
 
 def each_tensor(function: Callable[[Tensor], Any], arguments: Any) -> Any:
-    """The arguments of an operator with every tensor replaced."""
+    """Replaces every tensor in the arguments of an operator."""
     return pytree.tree_map_only(Tensor, function, arguments)

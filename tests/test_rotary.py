@@ -60,7 +60,7 @@ _TABLE = torch.zeros(N, D // 2)
         ),
     ],
 )
-def test_refusals(choices: dict[str, Any], message: str) -> None:
+def test_invalid_norms_and_positions(choices: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         qk_norm_rope(torch.zeros(B, N, 3, H, D), **choices, backend="eager")
     with pytest.raises(ValueError, match=r"must have shape \[B, N, 3, H, D\] or \[total, 3, H, D\]"):

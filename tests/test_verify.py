@@ -44,6 +44,6 @@ def test_an_incorrect_operator_fails(wrong: float | None, monkeypatch: pytest.Mo
     ("backends", "device", "message"),
     [([], "cpu", "backends must contain at least one"), (["sdpa"], "tpu", "device must be"), (["x"], "cpu", "backend")],
 )
-def test_what_is_refused(backends: list[str], device: str, message: str) -> None:
+def test_invalid_arguments(backends: list[str], device: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         verify.verify(backends, device)
