@@ -124,7 +124,7 @@ def export_onnx(
         graphs.forget_inner_shapes(graph)
         graph.producer_name, graph.producer_version = "vit-fast", __version__
         graph.graph.name = vit.name.replace("/", "_")
-        report.nodes = dict(graphs.count_nodes(graph))
+        report.nodes = dict(graphs.count_nodes(graph).most_common())
         report.external_data = graphs.save(graph, aside, options.external_data)
         del graph
         finished("write")

@@ -5,6 +5,7 @@ Quantization changes all outputs a little: their largest error means little, so 
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -167,10 +168,9 @@ class ExportReport:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=110)
-        with console.capture() as captured:
-            console.print(self.to_table())
-        return captured.get()
+        text = io.StringIO()
+        Console(file=text, width=110).print(self.to_table())
+        return text.getvalue()
 
 
 def loss_of(got: np.ndarray, expected: np.ndarray, output: Output) -> Check:

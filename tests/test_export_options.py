@@ -15,7 +15,6 @@ import torch
 from fused_models import SUBJECTS, timm_subject
 from onnx_models import NAMES, make
 from PIL import Image
-from torch import nn
 
 import vit_fast
 from vit_fast.apps.data import make_transform, per_channel, read_image, read_images, sample_image
@@ -108,20 +107,17 @@ def test_calibration_is_spread_over_all_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["timm", "transformers_vit", "torchvision"])
+@pytest.mark.parametrize("family", ["timm", "transformers_vit"])
 def test_features(family: str, tmp_path: Path) -> None:
     model: Any = make(family)
     report = export_onnx(model, tmp_path / "m.onnx", output="features", dynamic_batch=False)
     assert report.output == "features" and report.checks[0].top1_agreement is None
     images = torch.randn(1, 3, 32, 32)
     with torch.inference_mode():
-        if family == "transformers_vit":
-            expected = model.vit(images).last_hidden_state[:, 0]
-        elif family == "torchvision":
-            model.heads = nn.Identity()
-            expected = model(images)
-        else:
+        if family == "timm":
             expected = model.forward_head(model.forward_features(images), pre_logits=True)
+        else:
+            expected = model.vit(images).last_hidden_state[:, 0]
     np.testing.assert_allclose(OnnxRunner(tmp_path / "m.onnx", "cpu")(images), expected, atol=1e-5)
 
 
