@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ..errors import as_device
 from ..model import VisionTransformer
@@ -63,23 +63,6 @@ def read_class_names(path: Path) -> list[str]:
     return content
 
 
-class _Files(Dataset[tuple[Tensor, str]]):
-    """Pairs of a model input and "", or of zeros and the reason why the image is unreadable."""
-
-    def __init__(self, files: Sequence[Path], model: VisionTransformer) -> None:
-        self.files, self.shape = files, (model.config.in_chans, *model.config.image_hw)
-        self.transform = make_transform(model.data_config, model.config.image_hw, model.config.in_chans)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, str]:
-        try:
-            return self.transform(read_image(self.files[index])), ""
-        except ImageError as error:
-            return torch.zeros(self.shape), str(error)
-
-
 @torch.inference_mode()
 def rows(
     model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], workers: int = 0
@@ -89,12 +72,24 @@ def rows(
     A row contains path, label, index, probability, `probabilities` (softmax in fp64) and `embedding` (the input of the
     head), the last two as arrays. The row of an unreadable image contains only path and error.
     """
-    parameter, order = next(model.parameters()), iter(files)
-    for images, errors in batches_of(DataLoader(_Files(files, model), BATCH_SIZE, num_workers=workers)):
+    parameter = next(model.parameters())
+    transform = make_transform(model.data_config, model.config.image_hw, model.config.in_chans)
+
+    def read(paths: Sequence[Path]) -> tuple[Sequence[Path], Tensor, list[str]]:
+        images, errors = torch.zeros(len(paths), model.config.in_chans, *model.config.image_hw), [""] * len(paths)
+        for i, path in enumerate(paths):
+            try:
+                images[i] = transform(read_image(path))
+            except ImageError as error:
+                errors[i] = str(error)
+        return paths, images, errors
+
+    dataset: Any = files
+    for paths, images, errors in batches_of(DataLoader(dataset, BATCH_SIZE, num_workers=workers, collate_fn=read)):
         tokens = model.forward_features(images.to(parameter.device, parameter.dtype))
         logits, embeddings = (model.forward_head(tokens, pre_logits=pre_logits) for pre_logits in (False, True))
         assert isinstance(logits, Tensor) and isinstance(embeddings, Tensor)  # in evaluation mode
-        for error, row, embedding, file in zip(errors, logits.double().cpu(), embeddings.float().cpu(), order):
+        for file, error, row, embedding in zip(paths, errors, logits.double().cpu(), embeddings.float().cpu()):
             if error:
                 yield {"path": str(file), "error": error}
                 continue
