@@ -6,9 +6,9 @@ The first call with a signature runs the function, the second call records a pla
 signature consists of the function, the shapes, strides, dtypes, devices and alignments of the tensor arguments, the
 other arguments, and torch's setting for fp32 matmuls. The launches must not depend on anything else.
 
-A plan contains the compiled kernels, their grids and their arguments. Each address is stored as an offset into an
-input, a buffer, or the result of a torch operator. A replay allocates the buffers and launches the kernels on the
-current stream. Tensor maps (encoded TMA descriptors) are cached by address.
+A plan contains the compiled kernels, their grids and their arguments. Each address is stored as an offset into a
+numbered value: an input, a buffer, or the result of a torch operator. A replay allocates the buffers and launches the
+kernels on the current stream. Tensor maps (encoded TMA descriptors) are cached by address.
 
 The function may allocate tensors, create views, launch kernels, and call torch operators, which a replay calls again. A
 function that uses a tensor from outside, or returns anything but tensors, cannot be planned and runs in every call.
@@ -17,8 +17,7 @@ never read buffer memory that no kernel has written before.
 
 Under Triton's interpreter and with launch hooks, functions run without plans.
 
-A plan refers to memory as numbered values: inputs, buffers, and results of torch operators. The recorder maps tensor
-objects, not addresses, to values, because several values may have the same address. A view belongs to its base's value.
+The recorder maps tensor objects, not addresses, to values, because several values may have the same address.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Steps of launch plans: kernel launches and calls of torch operators, with all arguments except the addresses.
-
-Each value (block of memory) has a number: first inputs of the plan, then buffers, then results of torch operators.
-"""
+"""Steps of launch plans: kernel launches and calls of torch operators, with all arguments except the addresses."""
 
 from __future__ import annotations
 

@@ -4,13 +4,8 @@ The kernel is persistent: a program loops over output tiles, and accumulates eac
 through TMA descriptors, or by pointers if the device or the layout does not support TMA. B may be [N, K], the layout of
 torch.nn.Linear's weight. `matmul_launch.py` launches the kernel, and `matmul_policy.py` chooses tile sizes.
 
-Epilogues, with acc = A B; the named files contain the formulas:
-
-- `forward_epilogues.py`, after a LayerNorm that is folded into B: "layer_norm" (activation), "gated" (gated
-  activation), "rotary" and "qk_norm" (q and k norms, rotary embeddings).
-- `forward_epilogues.py`, before a residual: "residual" (bias, LayerScale, residual, statistics for the next LayerNorm).
-- `gradient_epilogues.py`: "activation_grad" and "gated_grad" (backward of the activation), "layer_norm_grad".
-- "partial", for split-K: out[split] = acc over one of `splits` parts of K, in fp32. `split_k.py` sums the parts.
+`forward_epilogues.py` and `gradient_epilogues.py` contain the formulas of the epilogues. One more is "partial", for
+split-K: out[split] = A B over one of `splits` parts of K, in fp32. `split_k.py` sums the parts.
 
 Operands in e4m3 (`ptx.py`) have scales. Tensor cores of sm_90 accumulate e4m3 products in about 14 bits: each MMA over
 32 elements of K adds a relative error of up to 2^-13. For comparison, rounding an operand to e4m3 has a relative error
@@ -21,8 +16,6 @@ half precision. For a folded RMSNorm, weight_sum is None and the mean is 0.
 
 The epilogue processes a wide tile in SUB_TILES sub-tiles along N, which needs fewer registers. Every sum has a fixed
 order, without atomics, so results are deterministic.
-
-Source of the order of tiles: triton's matmul tutorial.
 """
 
 from __future__ import annotations
