@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..blocks.block import parts_of
 from ..blocks.fused import FusedModule, FusedNormMlp
-from ..blocks.plain import Watch, forward_is_replaced, is_hooked, touch_reasons
+from ..blocks.plain import Watch, forward_is_replaced, is_hooked
 from ..errors import UnsupportedInputError, check_batch_sizes, check_choice, check_integer, check_type
 from ..fusion.fuse import freeze, frozen_of
 from ..libraries.interface.image_model import required_input_reasons
@@ -131,7 +131,7 @@ class GraphRunner:
         """Returns the result of calling the model, e.g. with images [B, channels, height, width].
 
         Raises:
-            ValueError: images differ from the example in shape, dtype or device; grids or sizes contradict the pixels.
+            ValueError: images differ from the example in shape, dtype or device, or do not match their grids or sizes.
             UnsupportedInputError: no graph can run the call, and fallback is "error"; lists all reasons.
         """
         call = self._tower.read(*args, **kwargs)
@@ -307,7 +307,7 @@ class Watched:
             edges += [(module, name, child) for name, child in module._modules.items() if child is not None]
             values += parts_of(module).watch.values if isinstance(module, FusedNormMlp) else ()
         self._watch = Watch(model, edges, values)
-        self._forward, self._known = vars(model).get("forward"), self._hooked_or_replaced()
+        self._forward, self._hooked = vars(model).get("forward"), is_hooked(model)
         self._tensors = [
             (place, name, tensor, tensor.data_ptr())
             for module in self._modules
@@ -318,24 +318,17 @@ class Watched:
 
     def change(self, runner: object) -> str | None:
         """Returns an error message if the model changed after the capture; `runner` may replace its forward."""
+        changed = (
+            "the model must be in evaluation mode, and tensors, modules, hooks, forwards and settings must not be "
+            "replaced or moved after the capture: revert the change, or build another GraphRunner"
+        )
         for place, name, tensor, address in self._tensors:
             if place.get(name) is not tensor or tensor.data_ptr() != address:
-                return "tensors must not be replaced or moved after the capture: build another GraphRunner"
-        if any(module.training for module in self._modules):
-            return "the model must be in evaluation mode: call eval()"
-        forward = vars(self._model).get("forward")
-        if forward is not self._forward and forward is not runner:
-            return "the model's forward was replaced on the instance: call `del model.forward`"
-        if (unchanged := self._watch.holds(self._model)) and not is_hooked(self._model):
-            return None
-        if new := [reason for reason in self._hooked_or_replaced() if reason not in self._known]:
-            return f"{new[0]}: revert this, or build another GraphRunner"
-        changed = "modules and settings must not be replaced or unfused after the capture: build another GraphRunner"
-        return None if unchanged else changed
-
-    def _hooked_or_replaced(self) -> list[str]:
-        own = ["the model has hooks, which would no longer run"] if is_hooked(self._model) else []
-        return own + touch_reasons([named for named in self._model.named_modules() if named[0]])
+                return changed
+        forward, model = vars(self._model).get("forward"), self._model
+        same = (forward is self._forward or forward is runner) and is_hooked(model) <= self._hooked
+        same = same and self._watch.holds(model) and not any(module.training for module in self._modules)
+        return None if same else changed
 
 
 def pack(

@@ -52,7 +52,7 @@ class PackedTower(abc.ABC):
 
     @abc.abstractmethod
     def read(self, *args: Any, **kwargs: Any) -> Call:
-        """Reads a call, with the tower's arguments; raises ValueError for contradicting inputs or no image."""
+        """Reads a call, with the tower's arguments."""
 
     @abc.abstractmethod
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
@@ -79,8 +79,9 @@ class PackedTower(abc.ABC):
                 buffers[name] = torch.empty_like(values, device=self.like.device)
         for name, pieces in self.tokens(call, images).items():
             whole, buffer = torch.cat(list(pieces)) if pieces[1:] else pieces[0], buffers[name]
-            if whole.shape[1:] != buffer.shape[1:]:  # copy_ would broadcast it
-                raise ValueError(f"each token must have shape {list(buffer.shape[1:])}, got {list(whole.shape[1:])}")
+            rows = sum(call.lengths[image] for image in images) // (self.tokens_per_image or 1)
+            if whole.shape != (shape := (rows, *buffer.shape[1:])):  # copy_ would broadcast it
+                raise ValueError(f"{name} must have shape {list(shape)} for the given grids, got {list(whole.shape)}")
             buffer[: len(whole)].copy_(whole)
         for name, values in metadata.items():
             pinned = values.pin_memory() if self.like.is_cuda else values
@@ -141,8 +142,6 @@ class ImageTower(PackedTower):
 
     def read(self, pixel_values: Tensor, **kwargs: Any) -> Call:
         options, reasons = self.options_of(kwargs)
-        if pixel_values.dim() != 4 or not len(pixel_values):
-            raise ValueError(f"pixel_values must contain images [B, C, H, W], got {tuple(pixel_values.shape)}")
         shape, batch = self.shapes["images"], len(pixel_values)
         if tuple(pixel_values.shape[1:]) != shape:
             reasons.append(f"images must have shape {shape}, got {tuple(pixel_values.shape[1:])}")
@@ -192,7 +191,8 @@ def read_grids(grids: Tensor, mask: Tensor) -> tuple[Tensor, list[int], bool]:
     """Copies grids [B, 2] to the host; returns them, their patch counts, and True if `mask` [B, N] matches them."""
     grids, mask = grids.cpu(), mask.cpu()
     patches = grids.prod(1)
-    return grids, patches.tolist(), torch.equal(mask.bool(), torch.arange(mask.shape[1]) < patches[:, None])
+    fits = torch.equal(mask.bool(), torch.arange(mask.shape[1]) < patches[:, None])
+    return grids, patches.tolist(), fits and bool((patches <= mask.shape[1]).all())
 
 
 def pad_to(values: Tensor, length: int, value: int = 0) -> Tensor:

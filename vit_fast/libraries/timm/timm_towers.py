@@ -135,8 +135,6 @@ class NaFlexTower(PaddedTower):
         if isinstance(x, dict):
             patch_coord, patch_valid = x.get("patch_coord", patch_coord), x.get("patch_valid", patch_valid)
             attn_mask, x = x.get("attn_mask", attn_mask), x["patches"]
-        if not len(x):
-            raise ValueError(f"patches must contain at least one image, got {list(x.shape)}")
         reasons = [] if attn_mask is None else ["attn_mask must be None"]
         if patch_coord is None or patch_valid is None:
             reason = "patch_coord and patch_valid must be given: for images, use GraphRunner(model, example)"

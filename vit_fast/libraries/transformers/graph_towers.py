@@ -31,15 +31,8 @@ class GridTower(PackedTower):
     def read(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Call:
         """Reads patches [tokens, P], and frames, height and width of each image in patches, [images, 3]."""
         options, reasons = self.options_of(kwargs)
-        if grid_thw.shape != (len(grid_thw), 3) or not len(grid_thw):
-            requirement = "must have shape [images, 3] with at least one image"
-            raise ValueError(f"grid_thw {requirement}, got {list(grid_thw.shape)}")
-        grids, merge = grid_thw.tolist(), self.tower.spatial_merge_size
-        if invalid := [grid for grid in grids if min(grid) < 1 or grid[1] % merge or grid[2] % merge]:
-            raise ValueError(f"height and width in grid_thw must be multiples of {merge} patches, got {invalid[0]}")
+        grids = grid_thw.tolist()
         lengths = [frames * height * width for frames, height, width in grids]
-        if sum(lengths) != len(hidden_states):
-            raise ValueError(f"hidden_states must have {sum(lengths)} tokens, as in grid_thw, got {len(hidden_states)}")
         inputs = hidden_states.split(lengths), torch.tensor(grids)
         return Call(lengths, [grid[0] for grid in grids], inputs, options, reasons)
 
@@ -95,24 +88,17 @@ class PixtralTower(PackedTower):
     def read(self, pixel_values: Tensor, image_sizes: Any = None, **kwargs: Any) -> Call:
         """Reads images [B, C, H, W], and (height, width) of each in pixels, or None if none is padded."""
         options, reasons = self.options_of(kwargs)
-        channels = self.tower.patch_conv.in_channels
-        if pixel_values.dim() != 4 or not len(pixel_values) or pixel_values.shape[1] != channels:
-            raise ValueError(f"pixel_values must contain images [B, {channels}, H, W], got {tuple(pixel_values.shape)}")
-        batch, _, height, width = pixel_values.shape
-        sizes = [(height, width)] * batch if image_sizes is None else torch.as_tensor(image_sizes).tolist()
+        size = pixel_values.shape[-2:]
+        sizes = [size] * len(pixel_values) if image_sizes is None else torch.as_tensor(image_sizes).tolist()
         patch = self.tower.patch_size
-        grids = [(int(rows) // patch, int(columns) // patch) for rows, columns in sizes]
-        fits = [0 < rows * patch <= height and 0 < columns * patch <= width for rows, columns in grids]
-        if len(grids) != batch or not all(fits):
-            requirement = f"must be {batch} sizes between {(patch, patch)} and {(height, width)}"
-            raise ValueError(f"image_sizes {requirement}, got {sizes}")
-        lengths = [rows * columns for rows, columns in grids]
-        return Call(lengths, [1] * batch, (pixel_values, grids), options, reasons)
+        grids = [(int(height) // patch, int(width) // patch) for height, width in sizes]
+        both = zip(pixel_values, grids, strict=True)
+        cropped = [image[:, : patch * rows, : patch * columns] for image, (rows, columns) in both]
+        return Call([rows * columns for rows, columns in grids], [1] * len(grids), (cropped, grids), options, reasons)
 
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
-        (pixels, grids), patch = call.inputs, self.tower.patch_size
-        cropped = [pixels[image, :, : patch * grids[image][0], : patch * grids[image][1]] for image in images]
-        return {"patches": [patchify(each[None], (patch, patch)).flatten(0, 2) for each in cropped]}
+        cropped, patch = call.inputs[0], self.tower.patch_size
+        return {"patches": [patchify(cropped[image][None], (patch, patch)).flatten(0, 2) for image in images]}
 
     def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
         positions = torch.cat([torch.cartesian_prod(*map(torch.arange, call.inputs[1][image])) for image in images])
@@ -141,14 +127,8 @@ class Siglip2Tower(PaddedTower):
         """Reads patches [B, N, P], the mask [B, N], and height and width in patches, [B, 2]."""
         options, reasons = self.options_of(kwargs)
         batch, width = pixel_values.shape[:2]
-        if not batch or spatial_shapes.shape != (batch, 2):
-            requirement = "must have shapes [B, N, P] and [B, 2] with at least one image"
-            got = f"{list(pixel_values.shape)} and {list(spatial_shapes.shape)}"
-            raise ValueError(f"pixel_values and spatial_shapes {requirement}, got {got}")
         mask = pixel_values.new_ones((batch, width)) if pixel_attention_mask is None else pixel_attention_mask
         shapes, lengths, fits = read_grids(spatial_shapes, mask)
-        if any(length < 1 or length > width for length in lengths):
-            raise ValueError(f"spatial_shapes must give 1 to {width} patches per image, got {shapes.tolist()}")
         if not fits:
             reasons.append("pixel_attention_mask must be 1 for exactly the first height * width patches of each image")
         return Call(lengths, [1] * batch, (pixel_values, mask, shapes.tolist()), options, reasons)
