@@ -178,7 +178,7 @@ def _build_fused(builder: Builder, whole: bool, candidate: Candidate, group: Gro
     return model
 
 
-def _build_optimized(candidate: Candidate, group: Group) -> nn.Module:
+def _build_optimized(candidate: Candidate, group: Group) -> Function:
     """Builds the cached result of vit_fast.optimize in the candidate's precision."""
     from vit_fast.measure import cache
     from vit_fast.measure.build import build as build_candidate

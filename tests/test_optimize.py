@@ -59,7 +59,7 @@ def test_every_candidate_is_a_drop_in(model, images, choice) -> None:
     else:
         assert torch.nn.functional.cosine_similarity(output, expected).min() > 0.9
         assert not torch.equal(output, expected), "it computes in fewer bits"
-    assert optimized(images[:1]).shape[0] == 1 and optimized.config == model.config
+    assert optimized(images[:1]).shape[0] == 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 

@@ -1,4 +1,4 @@
-"""The result of vit_fast.optimize: an independent, read-only copy of the model, for every engine."""
+"""The result of vit_fast.optimize: a callable that is independent of the model, for every engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import vit_fast
-from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import export_onnx
 from vit_fast.measure.build import build
 from vit_fast.measure.candidate import Candidate
@@ -91,62 +90,17 @@ def test_changing_the_file_does_not_change_the_result(model, images, tmp_path: P
     assert torch.equal(found.model(images), before)
 
 
-def inside(result: nn.Module) -> nn.Module:
-    """A module with a result inside."""
-    return nn.ModuleDict({"inner": result, "last": nn.Linear(5, 2)})
-
-
-REFUSED: tuple[Callable[[Any], object], ...] = (
-    lambda r: r.head,
-    lambda r: r.forward_features,
-    lambda r: setattr(r, "head", nn.Linear(32, 3)),
-    lambda r: setattr(r, "global_pool", "avg"),
-    lambda r: delattr(r, "cls_token"),
-    lambda r: r.load_state_dict(r.state_dict()),
-    lambda r: inside(r).load_state_dict(inside(r).state_dict()),
-    lambda r: r.half(),
-    lambda r: r.to("meta"),
-    lambda r: inside(r).to(torch.bfloat16),
-    lambda r: r.requires_grad_(),
-    lambda r: next(r.parameters()).zero_(),
-    lambda r: r.cls_token.mul_(2),
-    lambda r: copy.deepcopy(r).train()(torch.zeros(1, 3, 32, 32)),
-)
-
-
-@pytest.mark.fast_cases("fused sdpa")
-@pytest.mark.parametrize("choice", [FUSED, Candidate("onnxruntime")], ids=lambda choice: choice.name)
-def test_a_result_is_read_only(choice: Candidate, timm_model, images) -> None:
-    result = build(choice, timm_model, images, timm_model(images), ())
-    before = result(images)
-    for change in REFUSED:
-        with pytest.raises(
-            (UnsupportedInputError, AttributeError, RuntimeError, ValueError),
-            match=r"the original model|inference tensor|cls_token",
-        ):
-            change(result)
-    state, given = result.state_dict(), timm_model.state_dict()
-    assert state.keys() == given.keys() and all(torch.equal(state[name], value) for name, value in given.items())
-    for tensor in (*state.values(), *(p.data for p in result.parameters()), result.cls_token.data):
-        tensor.zero_()
-    result.default_cfg["mean"] = None
-    assert torch.equal(result(images), before) and result.default_cfg["mean"] is not None
-    for names in ("named_parameters", "named_buffers"):
-        assert [n for n, _ in getattr(result, names)()] == [n for n, _ in getattr(timm_model, names)()]
-    assert result.num_classes == 5 and not hasattr(result, "blocks") and not hasattr(result, "unheard")
-    assert result.to("cpu") is result and result.float() is result and result.requires_grad_(False) is result
-    assert "inner.head.weight" in inside(result).state_dict()
-
-
-@pytest.mark.fast_cases("original", "fused sdpa, bf16", "1 threads")
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-def test_a_result_is_copied_and_pickled_or_refuses_with_a_reason(choice: Candidate, timm_model, images) -> None:
+@pytest.mark.parametrize("choice", [Candidate(), Candidate("onnxruntime")], ids=lambda choice: choice.name)
+def test_a_result_can_only_be_called(choice: Candidate, timm_model, images) -> None:
     with torch.no_grad():
         result = build(choice, timm_model, images, timm_model(images), ())
-    before = result(images)
-    assert torch.equal(copy.deepcopy(result)(images), before)
-    if choice in (Candidate(), FUSED):
-        assert torch.equal(pickle.loads(pickle.dumps(result))(images), before)
+    with pytest.raises(AttributeError, match="has no parameters: change the original model"):
+        result.parameters()
+    with pytest.raises(AttributeError, match="head"):
+        result.head = nn.Linear(32, 3)
+    assert torch.equal(copy.deepcopy(result)(images), result(images))
+    if choice == Candidate():
+        assert torch.equal(pickle.loads(pickle.dumps(result))(images), result(images))
         return
-    with pytest.raises(UnsupportedInputError, match=r"cannot be pickled: .* vit_fast\.load_optimized\(path, model\)"):
+    with pytest.raises((AttributeError, pickle.PicklingError, TypeError), match=r"pickle|local object"):
         pickle.dumps(result)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,96 +30,31 @@ from .runtimes import OnnxFile, open_file, write_onnx
 Function = Callable[..., Any]
 
 
-class Optimized(nn.Module):
-    """An independent, read-only copy of a model for inference, run as a candidate.
+class Optimized:
+    """The result of `optimize`: a callable for inference that runs an independent copy of a model as a candidate.
 
-    It takes the same inputs and returns outputs of the same dtypes. Its modules and methods are hidden, `parameters()`,
-    `buffers()` and `state_dict()` return copies, and setting, loading, converting, moving or training raises an error.
-    Change the original model and optimize it again.
+    It takes the same inputs and returns outputs of the same dtypes, and has no other members of the model.
     """
 
-    def __init__(
-        self, original: nn.Module, candidate: Candidate, function: Function, output_dtypes: tuple[torch.dtype, ...]
-    ) -> None:
-        super().__init__()
-        self.candidate = candidate
-        self.training = False
-        # past nn.Module, which would register them as children
-        self.__dict__.update(_original=original, _function=function, _output_dtypes=output_dtypes)
+    __slots__ = ("_function", "_output_dtypes", "candidate")  # setting anything else raises an error
+
+    def __init__(self, candidate: Candidate, function: Function, output_dtypes: tuple[torch.dtype, ...]) -> None:
+        self.candidate, self._function, self._output_dtypes = candidate, function, output_dtypes
 
     @torch.no_grad()
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training:
-            raise self._refusal("is in training mode: call eval(), and train the original model")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._function(*args, **kwargs)
         if self.candidate == ORIGINAL:
             return output
         dtypes = iter(self._output_dtypes)
         return map_floating(lambda value: value.to(next(dtypes, value.dtype)), output)
 
-    def _refusal(self, reason: str) -> UnsupportedInputError:
-        return UnsupportedInputError(f"a model optimized as {self.candidate.name!r}", [reason])
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Optimized:
-        for tensor in (*self._original.parameters(), *self._original.buffers()):
-            probe = fn(tensor.new_empty(0))
-            if probe.dtype != tensor.dtype or probe.device != tensor.device:
-                reason = f"cannot be converted to {probe.dtype} on {probe.device}"
-                raise self._refusal(f"{reason}: convert or move the original model, and optimize that again")
-        return self
-
-    def train(self, mode: bool = True) -> Optimized:
-        self.training = mode  # a call in training mode raises an error
-        return self
-
-    def _copied(self) -> nn.Module:
-        """Returns a copy of the original model, whose tensors torch does not let callers change."""
-        with torch.inference_mode():
-            return copy.deepcopy(self._original)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        return self._copied().named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        return self._copied().named_buffers(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._copied().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        raise self._refusal("is read-only: load the weights into the original model, and optimize that again")
-
-    _load_from_state_dict = load_state_dict  # called for a submodule
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = name in self.__dict__ or hasattr(type(self), name)
-        if not own and hasattr(self.__dict__.get("_original"), name):
-            raise self._refusal(f"is read-only: set {name} of the original model, and optimize that again")
-        super().__setattr__(name, value)
-
     def __getattr__(self, name: str) -> Any:
-        if "_original" not in self.__dict__:  # while it is unpickled
-            raise AttributeError(name)
-        with contextlib.suppress(AttributeError):
-            return super().__getattr__(name)
-        value = getattr(self._original, name)
-        if callable(value):
-            raise AttributeError(f"{self._refusal(f'does not expose {name}: use the original model')}")
-        with torch.inference_mode():
-            return copy.deepcopy(value.detach() if isinstance(value, Tensor) else value)
+        reason = f"can only be called, and has no {name}: change the original model, and optimize that again"
+        raise AttributeError(f"the result of vit_fast.optimize {reason}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:
-        twin = type(self).__new__(type(self))
-        for name, value in self.__dict__.items():  # these two are immutable
-            twin.__dict__[name] = value if name in ("_original", "_function") else copy.deepcopy(value, memo)
-        return twin
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles the result; raises an error if a session, a graph or compiled code of this process runs it."""
-        if self.candidate.engine != "torch" or not isinstance(self._function, nn.Module):
-            reason = "cannot be pickled: write result.save(path), and call vit_fast.load_optimized(path, model) there"
-            raise self._refusal(reason)
-        return super().__reduce_ex__(protocol)
+        return self
 
 
 def build(
@@ -157,7 +91,7 @@ def build(
             function = _in_pieces(function, candidate.split)
         if candidate.threads is not None:
             function = _with_threads(function, candidate.threads)
-    return Optimized(model, candidate, function, tuple(leaf.dtype for leaf in leaves_of(output)))
+    return Optimized(candidate, function, tuple(leaf.dtype for leaf in leaves_of(output)))
 
 
 def changed_copy(

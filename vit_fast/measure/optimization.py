@@ -56,7 +56,7 @@ class Row:
 class Optimization:
     """The result of `optimize`; print it."""
 
-    model: Optimized  # an independent, read-only copy, run by the candidate; see docs/howto/optimize.md
+    model: Optimized  # runs an independent copy of the model; see docs/howto/optimize.md
     candidate: Candidate  # the fastest
     table: tuple[Row, ...]  # all candidates, the original first; empty for a cached result
     speedup: float  # relative to the original
