@@ -60,7 +60,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "docs": ("docs",),
     "examples": ("deployment",),
     "tests": (),  # only the file that changed, or the files that import it
-    "tests/emulator": ("emulator_*", "execute"),
+    "tests/emulator": ("emulator_*", "tiers"),
     "pyproject.toml": ("packaging", "docs"),
     "constraints.txt": (*EXPORT, *FUSED, "packaging"),
 }

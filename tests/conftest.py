@@ -55,7 +55,7 @@ WHOLE = {
 }  # fmt: skip
 
 # Tests of this repository's tools, which do not depend on the versions of libraries.
-TOOLS = ("test_bench_", "test_docs", "test_emulator_", "test_execute", "test_structure")
+TOOLS = ("test_bench_", "test_docs", "test_emulator_", "test_structure", "test_tiers")
 
 
 def _of_oldest(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -63,8 +63,6 @@ def test_attention_maps():
     model = make(depth=3)
     maps = model.attention_maps(images(), blocks=[0, -1])
     assert sorted(maps) == [0, 2] and sorted(model.attention_maps(images())) == [0, 1, 2]
-    for weights in maps.values():
-        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 17))
     with pytest.raises(ValueError, match=r"blocks must be between -3 and 2, got 3"):
         model.attention_maps(images(), blocks=[3])
     model.blocks[1] = nn.Sequential(model.blocks[1])
@@ -102,38 +100,17 @@ def test_set_backend_and_auto():
         vit_fast.set_backend(nn.Linear(2, 2), "eager")
 
 
-@pytest.mark.fast_cases("False-aot_eager")
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_into_one_graph(dynamic, compiler):
-    torch._dynamo.reset()
-    model = make("eager", reg_tokens=2, init_values=0.1).requires_grad_(False)
-    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=compiler)
-    for batch in (2, 5, 9) if dynamic else (2,):
-        x = images(batch, 3, 32, 32)
-        assert torch.allclose(compiled(x), model(x), atol=1e-5)
-        with torch.compiler.set_stance("fail_on_recompile" if dynamic else "default"):
-            compiled(x)
-
-
 def test_nan_stays_in_its_image():
-    assert make()(images(0, 3, 32, 32)).shape == (0, 10)
     x = images(3, 3, 32, 32)
     x[1, 0, 5, 5] = float("nan")
     assert make()(x).isnan().all(1).tolist() == [False, True, False]
+    assert make()(x[:0]).shape == (0, 10)
 
 
-def test_deepcopy_pickle_and_meta():
-    model = make(global_pool="map", class_token=False)
+def test_copies_dtypes_and_meta():
+    model = make(global_pool="map", class_token=False, dtype=torch.float64)
+    x = images().double()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(images()), model(images()))
+        assert torch.equal(other(x), model(x)) and not other.training
     with torch.device("meta"):
         assert VisionTransformer(ViTConfig())(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
-
-
-def test_create_model_overrides_fields():
-    model = make(depth=3, img_size=(32, 48), num_classes=7, dtype=torch.float64, device="cpu")
-    assert not model.training and len(model.blocks) == 3
-    assert model(images(1, 3, 32, 48).double()).shape == (1, 7)
-    with pytest.raises(ValueError, match=r"ViTConfig fields must be among .*, got dept"):
-        make(dept=2)

@@ -14,9 +14,9 @@ from command_line import run, uninstall
 from digits import digits, digits_vit, inputs, write_digits
 from PIL import Image
 
-from vit_fast import create_model, load, save
+from vit_fast import create_model, save
 from vit_fast.apps.classifiers import draw_confusion, evaluate, labeled_images, read_class_names
-from vit_fast.apps.data import load_images, sample_image
+from vit_fast.apps.data import sample_image
 from vit_fast.export import export_onnx
 
 FIRST, LAST = 1600, 1797
@@ -56,44 +56,32 @@ def _json(capsys: pytest.CaptureFixture[str], *arguments: Any) -> Any:
     return json.loads(_run(capsys, *arguments, "--json"))
 
 
-def test_predict_prints_the_softmax_of_the_logits(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (result,) = _json(capsys, "predict", PHOTO, "--weights", models / "m.safetensors", "--top-k", "10")
-    model = load(models / "m.safetensors")
-    with torch.no_grad():
-        expected = model(load_images([PHOTO], model))[0].softmax(dim=0)
-    assert result["image"] == PHOTO
-    probabilities = [row["probability"] for row in result["top"]]
-    assert probabilities == sorted(probabilities, reverse=True) and abs(sum(probabilities) - 1) < 1e-12
-    for row in result["top"]:
-        assert abs(row["probability"] - expected[row["index"]]) < 1e-6
-        assert row["class"] == f"digit {row['index']}"
-
-
-def test_predict_of_a_folder(models: Path, folder: Path, logits: torch.Tensor, capsys: Any) -> None:
-    results = _json(capsys, "predict", folder, "--weights", models / "m.safetensors")
-    found = {int(Path(result["image"]).stem): result["top"][0]["index"] for result in results}
-    assert [found[FIRST + i] for i in range(len(logits))] == logits.argmax(1).tolist()
+def test_predict(models: Path, folder: Path, logits: torch.Tensor, capsys: Any) -> None:
+    results = _json(capsys, "predict", folder, "--weights", models / "m.safetensors", "--top-k", "10")
+    assert len(results) == len(logits)
+    for result in results:
+        expected = logits[int(Path(result["image"]).stem) - FIRST].softmax(0)
+        top, order = result["top"], expected.argsort(descending=True)
+        assert abs(sum(row["probability"] for row in top) - 1) < 1e-6
+        assert top[0]["index"] == order[0]
+        for row, probability in zip(top, expected[order]):
+            assert abs(row["probability"] - probability) < 1e-6 and row["class"] == f"digit {row['index']}"
     text = _run(capsys, "predict", PHOTO, "--weights", models / "m.onnx", "--top-k", "2", "--device", "cpu")
     first, *lines = text.splitlines()
     assert first == PHOTO and len(lines) == 2 and all("%" in line and "digit" in line for line in lines)
 
 
-def test_class_names_from_a_file(tmp_path: Path) -> None:
-    names = ["tench", "great white shark"]
-    for name, content in (
-        ("names.txt", "tench\ngreat white shark\n"),
-        ("list.json", json.dumps(names)),
-        ("object.json", '{"1": "great white shark", "0": "tench"}'),
-    ):
-        (tmp_path / name).write_text(content)
-        assert read_class_names(tmp_path / name) == names
-
-
-def test_predict_with_a_state_dict_needs_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, classes = tmp_path / "weights.pth", tmp_path / "names.txt"
+def test_class_names_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, names = tmp_path / "weights.pth", [f"given {i}" for i in range(10)]
     torch.save(create_model("vit_test").state_dict(), path)
-    classes.write_text("\n".join(f"given {i}" for i in range(10)))
-    for options, kind in (((), "class"), (("--classes", classes), "given")):
+    for file, content in (
+        ("names.txt", "\n".join(names)),
+        ("list.json", json.dumps(names)),
+        ("object.json", json.dumps(dict(reversed([*enumerate(names)])))),
+    ):
+        (tmp_path / file).write_text(content)
+        assert read_class_names(tmp_path / file) == names
+    for options, kind in (((), "class"), (("--classes", tmp_path / "names.txt"), "given")):
         (result,) = _json(capsys, "predict", PHOTO, "--weights", path, "--model", "vit_test", *options)
         assert result["top"][0]["class"] == f"{kind} {result['top'][0]['index']}"
     assert run("predict", PHOTO, "--weights", str(path)) == 2 and "--model" in capsys.readouterr().err
@@ -134,10 +122,9 @@ def test_errors_are_one_line_and_status_2(models: Path, tmp_path: Path, capsys: 
         ((*predict, "--device", "tpu"), "device must"),
         ((*predict, "--device", "cuda:99"), "device must"),
     ):
-        given = (
-            () if arguments[0] == "evaluate" or "--weights" in arguments else ("--weights", models / "m.safetensors")
-        )
-        assert run(*map(str, (*arguments, *given))) == 2, arguments
+        if arguments[0] == "predict" and "--weights" not in arguments:
+            arguments = (*arguments, "--weights", models / "m.safetensors")
+        assert run(*map(str, arguments)) == 2, arguments
         captured = capsys.readouterr()
         assert message in captured.err and captured.out == "", captured.err
         assert captured.err.count("\n") == 1 or arguments == ("evaluate", ".")  # typer prints several lines

@@ -153,13 +153,6 @@ def test_baseline_contains_all_recorded_builds() -> None:
     assert not [counts for counts in waits if not 0 < counts["wgmma_waits"] < counts["hgmma"]]
 
 
-def test_removed_builds_leave_the_baseline(tmp_path: Path) -> None:
-    path = tmp_path / "baseline.json"
-    for keys in (["sm_90/removed/bf16"], ["sm_80/other/bf16"], ["sm_90/new/bf16"]):
-        static_checks.write_baseline(dict.fromkeys(keys, STATS), path)
-    assert static_checks.read_baseline(path)["builds"].keys() == {"sm_80/other/bf16", "sm_90/new/bf16"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
 def test_estimated_device_time_of_a_block(arch: str) -> None:

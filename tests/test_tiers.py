@@ -1,4 +1,4 @@
-"""Test tiers: the cases that cover all values, and the tests that a changed folder requires."""
+"""Selection of tests: cases that cover all values, tests that a changed folder requires, and the PTX emulator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import re
 from itertools import combinations, product
 
 import changed
+import children
+import execute
 import pytest
+from emulator import build
 from tiers import covering
 
 AXES = {"dtype": ("fp32", "fp16", "bf16"), "head_dim": (16, 64, 75, 128), "length": (1, 17, 197), "packed": (0, 1)}
@@ -42,3 +45,26 @@ def test_tests_of_changed_paths() -> None:
     assert "tests/test_matmul_kernel.py" in changed.tests_of(["kernels/linear/linear.py"])
     assert changed.tests_of(["tests/test_cli.py", "tests/conftest.py"]) == ["tests/test_cli.py"]
     assert "tests/test_onnx_families.py" in changed.tests_of(["tests/onnx_models.py"])
+
+
+UNAVAILABLE = build.why_unavailable()
+EXECUTED = {
+    "sm_80": ("test_matmul_kernel.py", "test_a_residual_in_fp32_is_added and bfloat16 and TMA"),
+    "sm_90": ("test_attention_kernel.py", "test_every_shape and 2-20-20-2-32"),
+}
+
+
+@pytest.mark.fast_cases("sm_90")
+@pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+@pytest.mark.parametrize("arch", EXECUTED)
+def test_kernels_are_executed(arch: str) -> None:
+    file, cases = EXECUTED[arch]
+    place = execute.TESTS
+    command = [str(place / "execute.py"), arch, str(place / file), "-k", cases, "-p", "no:cacheprovider"]
+    printed = children.run_python(command, children.environment())
+    assert f"PTX emulator: {arch}, seed 1" in printed
+    assert " 2 passed" in printed  # with a fixed and with a random schedule
+
+
+def test_the_tests_that_are_executed_exist() -> None:
+    assert [name for name in execute.KERNEL_TESTS if not (execute.TESTS / f"{name}.py").exists()] == []

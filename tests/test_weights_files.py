@@ -72,6 +72,8 @@ def test_unreadable_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for source, message in (
         (Path("absent.safetensors"), "no such file"),
         ("absent.pth", "no such file"),
+        ("folder/absent.safetensors", "no such file"),  # not a repository in the Hub
+        (Path("org/name"), "no such file"),
         ("weights.h5", "must end in one of .safetensors"),
         ("list.pth", "must contain a state dict, got list"),
         ("empty.pth", "must contain tensors, got none"),
