@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,6 +51,26 @@ def with_weights(group: Group, weights: Mapping[str, Tensor]) -> Group:
     """The group with some weights of its model replaced."""
     model = dataclasses.replace(group.model, weights={**weights_of(group.model, group.dtype), **weights})
     return dataclasses.replace(group, model=model)
+
+
+class NoisyClock:
+    """A simulated clock that calls advance: with noise, drift of the clock frequency, and bursts of other processes."""
+
+    def __init__(
+        self, seed: int = 0, noise: float = 0.01, drift: float = 0.0, bursts: float = 0.0, slowness: float = 1.0
+    ) -> None:
+        self.random, self.noise, self.drift, self.bursts = random.Random(seed), noise, drift, bursts
+        self.slowness, self.now_s, self.burst_until_s = slowness, 0.0, 0.0
+
+    def spend(self, seconds: float) -> float:
+        """Lets a call of so many seconds, on a quiet machine, pass; returns its duration on this one."""
+        if self.now_s > self.burst_until_s and self.random.random() < self.bursts:
+            self.burst_until_s = self.now_s + self.random.uniform(0.1, 2)
+        seconds *= self.random.uniform(1.3, 2) if self.now_s < self.burst_until_s else 1.0
+        seconds *= 1 + self.drift * math.sin(self.now_s / 7)
+        seconds *= self.slowness * self.random.lognormvariate(0, self.noise)
+        self.now_s += seconds
+        return seconds
 
 
 def breaking(
