@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from bench_support import NoisyClock
 
 from vit_fast.benchmarks import runner
 from vit_fast.measure import clock
@@ -75,38 +76,18 @@ def test_peak_memory_counts_what_is_alive_at_once() -> None:
     assert three == pytest.approx(3 * 2**20, rel=0.01) and in_turn == pytest.approx(2**20, rel=0.01)
 
 
-class Noisy:
-    """A simulated clock that calls advance: quiet, or with drift, bursts and outliers."""
-
-    def __init__(self, seed: int, noisy: bool) -> None:
-        self.random, self.noisy = np.random.default_rng(seed), noisy
-        self.now_ms = self.burst_ends_ms = 0.0
-        self.period_ms, self.burst = self.random.uniform(5e3, 6e4), 1.0
-        self.drift = self.random.uniform(0, 0.5) if noisy else 0.0
-
-    def spend(self, ms: float) -> None:
-        ms *= float(np.exp(self.random.normal(0, 0.05 if self.noisy else 0.01)))
-        if self.noisy:
-            ms *= 1 + self.drift * np.sin(2 * np.pi * self.now_ms / self.period_ms) ** 2
-            if self.now_ms > self.burst_ends_ms and self.random.random() < 0.02:
-                self.burst_ends_ms = self.now_ms + self.random.exponential(300)
-                self.burst = self.random.uniform(1.2, 3)
-            ms *= self.burst if self.now_ms < self.burst_ends_ms else 1.0
-            ms += self.random.exponential(30) if self.random.random() < 0.03 else 0.0
-        self.now_ms += ms
-
-
 def measure(noisy: bool, **others_ms: float) -> list[dict[str, list[float]]]:
     """Samples on twenty simulated machines, of identical code under four names and of others."""
+    times_ms = dict.fromkeys(("first", "again", "a", "b"), 10.0) | others_ms
 
-    def measure_on(simulated: Noisy) -> dict[str, list[float]]:
-        times_ms = dict.fromkeys(("first", "again", "a", "b"), 10.0) | others_ms
-        calls = {name: (lambda _, ms=ms: simulated.spend(ms)) for name, ms in times_ms.items()}
+    def measure_on(machine: NoisyClock) -> dict[str, list[float]]:
+        calls = {name: (lambda _, ms=ms: machine.spend(ms / 1e3)) for name, ms in times_ms.items()}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(simulated.now_ms * 1e6))
+            patch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(machine.now_s * 1e9))
             return time_interleaved(calls, CPU, Protocol(repeats=50, seconds=1e9, warmup_repeats=1))
 
-    return [measure_on(Noisy(seed, noisy)) for seed in range(20)]
+    how = {"noise": 0.05, "drift": 0.3, "bursts": 0.005} if noisy else {}
+    return [measure_on(NoisyClock(seed, **how)) for seed in range(20)]
 
 
 def verdicts(machines: list[dict[str, list[float]]], base: str, other: str) -> list[str]:
@@ -118,11 +99,12 @@ def verdicts(machines: list[dict[str, list[float]]], base: str, other: str) -> l
     return found
 
 
-def test_noisy_machines_rank_large_differences_and_never_identical_code() -> None:
+def test_noisy_machines_rank_large_differences_and_rarely_identical_code() -> None:
     noisy = measure(True, longer=13.0)
     intervals = [clock.ratio_interval(samples["first"], samples["again"], paired=False) for samples in noisy]
     assert max(high for _, high in intervals) > 1.1, "medians of identical code differ"
-    assert verdicts(noisy, "a", "b") == 20 * ["no difference"]
+    identical = verdicts(noisy, "a", "b")
+    assert identical.count("faster") + identical.count("slower") <= 2, "the interval holds on 99 % of the machines"
     assert verdicts(noisy, "longer", "a").count("faster") >= 19
 
 
@@ -135,18 +117,10 @@ def test_quiet_machines_rank_five_per_cent_and_measure_the_duration() -> None:
     assert low < 3.0 < high < low * 1.02
 
 
-@pytest.mark.parametrize(
-    ("base", "other", "paired", "share", "expected"),
-    [
-        ([20.0, 20.0, 20.0, 10.0, 10.0], [5.0, 5.0, 10.0, 10.0, 10.0], False, 0.5, 2.0),
-        ([20.0, 20.0, 20.0, 10.0, 10.0], [10.0, 10.0, 10.0, 5.0, 5.0], True, 0.5, 2.0),
-        ([10.0, 12.0, 30.0], [5.0, 12.0, 10.0], True, 0.5, 2.0),  # the median of ratios
-        ([10.0, 12.0, 30.0], [5.0, 12.0, 10.0], False, 0.5, 1.2),  # the ratio of medians
-        ([1.0, 2.0, 8.0], [1.0, 1.0, 2.0], True, 1.0, 4.0),
-    ],
-)
-def test_only_rounds_that_both_were_in_are_paired(base, other, paired, share, expected) -> None:
-    assert clock.ratio(base, other, paired=paired, share=share) == pytest.approx(expected)
+def test_paired_samples_give_the_median_of_ratios_and_others_the_ratio_of_medians() -> None:
+    base, other = [10.0, 12.0, 30.0], [5.0, 12.0, 10.0]
+    assert clock.ratio(base, other, paired=True) == pytest.approx(2.0)
+    assert clock.ratio(base, other, paired=False) == pytest.approx(1.2)
 
 
 def test_verdicts_follow_from_interval_and_resolution() -> None:
@@ -283,17 +257,14 @@ def test_host_bound_calls_do_not_affect_others(gpu: Simulated) -> None:
 
 
 def test_a_delay_of_the_host_is_hidden_by_a_longer_sleep(gpu: Simulated) -> None:
-    plain, calls = gpu.call(0.5, 0.1), []
+    plain, delays_ms = gpu.call(0.5, 0.1), iter([0.0] * 7 + [1.2] * 2)
 
     def call(number: int) -> None:
-        calls.append(number)
         plain(number)
-        if len(calls) in (8, 9):
-            gpu.host += 1.2
+        gpu.host += next(delays_ms, 0.0)
 
     found = time_interleaved({"a": call}, "cuda", QUICK)["a"]
     assert not found.host_bound and found == pytest.approx([0.1] * len(found))
-    assert len(calls) == 1 + clock.PROBES + len(found) + 2
 
 
 @pytest.mark.gpu

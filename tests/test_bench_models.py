@@ -13,8 +13,7 @@ import torch
 from bench_support import build, measure, plan
 from command_line import run
 from onnx_models import randomized
-from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 import vit_fast
 from vit_fast.benchmarks import models, report, runner
@@ -56,14 +55,6 @@ def measured(model: str, *names: str, **fields: object) -> list[dict]:
     rows = measure(model, *names, **fields)["rows"]
     assert {row["candidate"]: row["status"] for row in rows} == dict.fromkeys(names, "measured"), rows
     return rows
-
-
-def test_operations_of_a_given_model_are_counted_as_by_our_formula() -> None:
-    own, timms = (
-        Group(resolve(name)((64, 64))[0], "fp32", 3, 3)
-        for name in ("vit_tiny_patch16_224", "timm:vit_tiny_patch16_224")
-    )
-    assert total(timms.least().values()).flop == total(own.least().values()).flop
 
 
 @pytest.mark.slow
@@ -109,6 +100,7 @@ def test_an_onnx_file_is_measured_unchanged(folder: Path) -> None:
 def test_a_function_returns_a_model(folder: Path) -> None:
     given, fused = measure("my_models:convolution", "given", "given+fused", img_size=[32, 64])["rows"]
     assert given["status"] == "measured" and given["img_size"] == [32, 64]
+    assert given["FLOP"] == 2 * 2 * (32 * 8 * 3 * 64 + 256 * 5), "of two images"
     assert fused["status"] == "unsupported" and "no attention or MLP" in fused["reason"]
 
 
@@ -116,14 +108,11 @@ def test_a_function_returns_a_model(folder: Path) -> None:
     ("arguments", "message"),
     [
         ("text.jpg", "not an image"),
-        ("bomb.png", "bomb"),
         ("folder", "no image"),
         ("--models vit_bse_patch16_224", "vit_base_patch16_224"),
-        ("--models ,", "models must not be empty"),
         ("--models my_models:number", "must return an nn.Module, got int"),
-        ("--models my_models:sized", "TypeError: sized() missing"),
+        ("--models my_models:sized", "TypeError"),
         ("--models vit_test,timm:test_vitt", "timm:test_vitt"),
-        ("--models hf:nowhere", "hf:nowhere"),
         ("--models vit_test,none.onnx", "none.onnx"),
         ("--models vit_test --candidates tim", "did you mean timm"),
         ("--models vit_test --candidates eager+compile:fastest", "max-autotune"),
@@ -133,9 +122,7 @@ def test_a_function_returns_a_model(folder: Path) -> None:
         ("--batch-sizes 99999999999", "it needs at least"),
         ("--models vit_test --dtypes float32", "fp32, fp16, bf16"),
         ("--resume folder --train", "must be the only option"),
-        ("--resume folder --time-budget 0", "must be the only option"),
         ("--models vit_test --device toaster", "toaster"),
-        ("--models vit_test --device cuda:63", "CUDA devices"),
         ("--data disk", "--data must be device, or"),
         ("--data host --device cpu", "got host"),
         ("--models vit_test --time-budget -1", "time_budget_s"),
@@ -152,9 +139,6 @@ def test_bad_input_is_one_line_before_any_model_is_built(
 ) -> None:
     (folder / "text.jpg").write_text("no image")
     (folder / "folder").mkdir()
-    Image.new("RGB", (30, 30)).save(folder / "bomb.png")
-    if "bomb" in arguments:
-        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     if arguments.startswith("--models vit_test"):  # others fail when they are built
         for name in ("_given", "_onnx", "_of_weights", "_variant"):
             monkeypatch.setattr(models, name, lambda *_: pytest.fail("built before all names were checked"))
@@ -172,20 +156,13 @@ def test_training_steps_of_every_library_pass_and_count_three_times(fields: dict
     assert rows[0]["FLOP"] == 3 * total(work(get_variant("vit_test").config, 2).values()).flop
 
 
-class _Forgets(nn.Module):
-    """A model that computes no gradient of one of its parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> Tensor:
-        bias = self.model.blocks[0].mlp.fc1.bias
-        return torch.func.functional_call(self.model, {"blocks.0.mlp.fc1.bias": bias.detach()}, (images,))
-
-
 def test_an_incorrect_gradient_gets_no_speed(add) -> None:
-    add("forgetful", lambda group: _Forgets(build("sdpa", group)))
+    def forgetful(group: Group) -> nn.Module:
+        model = build("sdpa", group).requires_grad_(True)
+        model.blocks[0].mlp.fc1.bias.register_hook(torch.zeros_like)
+        return model
+
+    add("forgetful", forgetful)
     measured("vit_test", "forgetful")
     (row,) = measure("vit_test", "forgetful", train=True)["rows"]
     assert row["status"] == "incorrect" and row["ms"] is None
@@ -225,16 +202,9 @@ def test_latency_is_of_one_image_and_has_percentiles() -> None:
     assert rows[1]["ms_p90"] is rows[1]["ms_p99"] is None, "too few"
 
 
-@pytest.mark.fast_cases("ms1-tried1")
-@pytest.mark.parametrize(
-    ("ms", "tried"),
-    [
-        ({1: 1.0, 2: 1.5, 4: 2.5, 8: 5.0, 16: 10.0}, [1, 2, 4, 8]),  # 8 gains nothing over 4
-        (dict.fromkeys((1, 2, 4, 8, 16, 32, 64), 1.0), [1, 2, 4, 8, 16, 32, 64]),
-    ],
-)
-def test_the_batch_is_doubled_while_throughput_grows(ms, tried, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine on which a call takes so many ms by its batch size, and twice as long with sdpa."""
+def test_the_batch_is_doubled_while_throughput_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At batch size 8, throughput is not higher than at 4; sdpa takes twice as long."""
+    ms = {1: 1.0, 2: 1.5, 4: 2.5, 8: 5.0, 16: 10.0}
 
     def simulate(self: object, group: Group, candidates: list) -> list:
         for candidate in candidates:
@@ -245,10 +215,9 @@ def test_the_batch_is_doubled_while_throughput_grows(ms, tried, monkeypatch: pyt
 
     monkeypatch.setattr(runner._Run, "_measure_group", simulate)
     record = runner.run(plan("eager", "sdpa", batch_sizes="best"))
-    assert list(dict.fromkeys(row["requested_batch"] for row in record["rows"])) == tried
-    best = max(tried, key=lambda batch: batch / ms[batch])
+    assert {row["requested_batch"] for row in record["rows"]} == {1, 2, 4, 8}
     lines = [line for line in report.remarks(record) if "highest throughput" in line]
-    assert len(lines) == 2 and all(f"at batch {best}, " in line for line in lines)
+    assert len(lines) == 2 and all("at batch 4, " in line for line in lines)
 
 
 def test_image_sizes_are_compared_separately() -> None:
