@@ -60,7 +60,7 @@ class Model:
     weights: Mapping[str, Tensor] | None = None
     make: Callable[[], nn.Module] | None = None
     onnx: Path | None = None
-    counted: tuple[Work, Work] | None = None  # the work of one and of two images, without `config`
+    counted: tuple[Work, Work] | None = None  # the work of one and of two images, if it is given
     precision: str | None = None
     block: bool = False
     operator: Operator | None = None
@@ -209,20 +209,14 @@ def _of_weights(source: str, img_size: Size | None) -> Model:
 
 def _onnx(path: Path, img_size: Size | None) -> Model:
     from vit_fast.export import OnnxRunner
-    from vit_fast.export.runtime.work import UncountedError, count_work, narrow_precision
+    from vit_fast.export.runtime.metadata import narrow_precision
 
     runner = OnnxRunner(path, "cpu", image_hw=img_size)
     if runner.image_hw is None:
         raise ValueError(f"{path.name}: the image size is dynamic; add --img-size N")
     data = runner.data_config if isinstance(runner.data_config, DataConfig) else DataConfig()
     shape = (runner.in_chans, *runner.image_hw)
-
-    try:
-        counted = count_work(path, (1, *shape)), count_work(path, (2, *shape))
-    except UncountedError:
-        counted = None
-    precision = narrow_precision(path)
-    return Model(path.name, shape, data, onnx=path, source=str(path), counted=counted, precision=precision)
+    return Model(path.name, shape, data, onnx=path, source=str(path), precision=narrow_precision(path))
 
 
 Found = tuple[Callable[[], nn.Module], Size, DataConfig]

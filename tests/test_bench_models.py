@@ -23,7 +23,7 @@ from vit_fast.benchmarks.models import Group, resolve
 from vit_fast.benchmarks.records import PERCENTILE_REPEATS, add_timing, compare_records, make_row
 from vit_fast.measure.clock import Protocol, Samples
 from vit_fast.variants import get_variant
-from vit_fast.work import Counter, total, work
+from vit_fast.work import total, work
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 MODULE = """
@@ -85,16 +85,11 @@ def test_a_weights_file_is_measured_beside_the_peers(folder: Path) -> None:
 def test_an_onnx_file_is_measured_unchanged(folder: Path) -> None:
     model = randomized(vit_fast.create_model("vit_test", backend="sdpa"))
     vit_fast.export.export_onnx(model, folder / "mine.onnx", verify=False)
-    with torch.no_grad(), Counter() as counter:
-        model(torch.zeros(2, 3, 32, 32))
     for row in measured("mine.onnx", "onnxruntime", "openvino"):
-        assert row["FLOP"] == counter.work.flop
-        assert row["bytes"] == pytest.approx(4 * counter.work.elements, rel=0.02)  # without biases
-        assert row["model"] == "mine.onnx" and row["TFLOP_per_s"] > 0
+        assert row["model"] == "mine.onnx" and row["FLOP"] is None
     vit_fast.export.export_onnx(model, folder / "half.onnx", precision="fp16", verify=False)
-    (row,) = measured("half.onnx", "onnxruntime")  # no share of the ceiling of fp32
-    assert (row["precision"], row["dtype"], row["ceiling_share"], row["defect"]) == ("fp16", "fp32", None, None)
-    assert row["TFLOP_per_s"] > 0
+    (row,) = measured("half.onnx", "onnxruntime")
+    assert (row["precision"], row["dtype"]) == ("fp16", "fp32")
 
 
 def test_a_function_returns_a_model(folder: Path) -> None:

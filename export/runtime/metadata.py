@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PREFIX = "vit_fast."
+# Names of narrow dtypes of weights.
+NARROW = {"FLOAT16": "fp16", "BFLOAT16": "bf16", "INT8": "int8", "UINT8": "int8", "FLOAT8E4M3FN": "fp8"}
 DTYPES = {"float": np.float32, "float16": np.float16, "double": np.float64, "uint8": np.uint8}
 
 
@@ -194,6 +197,14 @@ def inspect_onnx(path: str | Path) -> OnnxInfo:
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise damaged(path, error) from None
     return info
+
+
+def narrow_precision(path: str | Path) -> str | None:
+    """Returns the number format of most weights: "int8", "fp8", "fp16", "bf16"; None for fp32 or wider."""
+    sizes: Counter[str | None] = Counter()
+    for tensor in read_proto(path).graph.initializer:
+        sizes[NARROW.get(onnx.TensorProto.DataType.Name(tensor.data_type))] += math.prod(tensor.dims)
+    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def damaged(path: str | Path, error: object) -> ModelFileError:
