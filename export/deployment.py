@@ -191,7 +191,8 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
         ModelFileError: the file is missing, damaged or unsafe.
     """
     path = Path(path)
-    card = path.with_suffix(".md")
+    if (card := path.with_suffix(".md")) == path:
+        raise ValueError(f"path must not end in .md, the suffix of the card, got {path}")
     info, files = inspect_onnx(path), parts_of(path)
     try:
         checked = _checked(info.metadata)

@@ -155,6 +155,8 @@ def test_a_repository_of_a_file_with_a_fixed_batch(exported: Any, tmp_path: Path
     for wrong in ({"name": "a/b"}, {"name": ".."}, {"max_batch": 0}, {"instances": 0}, {"device": "tpu"}):
         with pytest.raises(ValueError, match="must"):
             write_triton_repository(path, models, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"must not end in \.md.*, got .*m\.md"):
+        write_card(tmp_path / "m.md")
 
 
 @pytest.mark.slow

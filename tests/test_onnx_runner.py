@@ -48,6 +48,8 @@ def test_pixels(exported: Any) -> None:
     probabilities = runner.probabilities([image, image.resize((100, 60))])
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-12)
     assert runner.probabilities([]).shape == (0, 10)
+    with pytest.raises(TypeError, match="image must be an Image"):
+        runner.probabilities(["image.jpg"])  # type: ignore[list-item]
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -60,6 +62,7 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
         ("plain", {}, zeros(1, 3, 32, 40), r"must be \['batch', 3, 32, 32\], got \(1, 3, 32, 40\)"),
         ("plain", {}, zeros(3, 32, 32), r"shape must be .*, got \(3, 32, 32\)"),
         ("plain", {}, torch.zeros(1, 3, 32, 32).bfloat16(), "dtype must be float32, got bfloat16"),
+        ("plain", {}, [zeros(3, 32, 32)], "images must be a numpy array or a torch tensor, got list"),
         ("pixels", {}, zeros(1, 32, 32, 3), r"dtype must be uint8, got float32"),
         ("pixels", {}, zeros(1, 0, 32, 3, dtype=np.uint8), r"images must not be empty"),
         ("sizes", {}, zeros(1, 3, 42, 64), "multiples of the patch size 8x8"),

@@ -36,7 +36,8 @@ def read_proto(path: str | Path) -> onnx.ModelProto:
     """Reads the graph of an ONNX file without the weights beside it, after checking both."""
     path = Path(path)
     if not path.is_file():  # reading a pipe would block
-        raise ModelFileError(f"{path}: {'got a folder, pipe or device' if path.exists() else 'no such file'}")
+        reason = "must be an ONNX file, got a folder, pipe or device" if path.exists() else "no such file"
+        raise ModelFileError(f"{path}: {reason}")
     try:
         proto = onnx.load_model(path, format="protobuf", load_external_data=False)
     except (DecodeError, ValueError, RuntimeError, OSError) as error:

@@ -210,6 +210,8 @@ class OnnxRunner:
         Raises:
             ValueError: dtype or shape does not match the file.
         """
+        if not isinstance(images, np.ndarray | Tensor):
+            raise TypeError(f"images must be a numpy array or a torch tensor, got {type(images).__name__}")
         if self.takes_pixels and images.ndim == 3:
             images = images[None]
         self._signature.check(images)
@@ -260,8 +262,11 @@ class OnnxRunner:
 
     def prepare(self, image: Image.Image) -> np.ndarray:
         """Returns an image: preprocessed fp32 [channels, H, W], or uint8 [H, W, channels] if the file preprocesses."""
+        from PIL import Image
+
         from vit_fast.apps.data import make_transform
 
+        check_type("image", image, Image.Image)
         if self.takes_pixels:
             pixels = np.asarray(image.convert("L" if self.in_chans == 1 else "RGB"), np.uint8)
             return pixels.reshape(image.height, image.width, self.in_chans)
