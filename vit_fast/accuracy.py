@@ -44,10 +44,7 @@ class Accuracy:
 def judge(
     result: Tensor, eager: Tensor, exact: Tensor, factor: float = FORWARD_FACTOR, measure: Measure = "largest"
 ) -> Accuracy:
-    """Applies the accuracy rule to a result; its dtype determines the allowed rounding error.
-
-    `eager` is the output of eager torch in that dtype, `exact` the fp64 reference, all for the same inputs.
-    """
+    """Applies the accuracy rule to a result; `eager` is torch's output in its dtype, `exact` the fp64 reference."""
     if not result.shape == eager.shape == exact.shape:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (result, eager, exact))
         raise ValueError(f"result, eager and exact must have equal shapes, got {shapes}")

@@ -59,8 +59,7 @@ class DataConfig(_Config):
 class RopeConfig:
     """Two-dimensional rotary position embedding of the patches.
 
-    One half of the channel pairs of q and k encodes the row, the other half the column. Each half uses D/4 frequencies
-    temperature^(-4 i / D).
+    One half of the channel pairs encodes the row, the other the column, with D/4 frequencies temperature^(-4 i / D).
     """
 
     # "centred": patch centers in (-1, 1), times 2 pi (DINOv3); "index": 0, 1, 2, ... (EVA-02)

@@ -35,10 +35,7 @@ def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def folder_aside(path: Path) -> Iterator[Path]:
-    """Yields a hidden folder. If the `with` block succeeds, renames it to `path`, a new name or an empty folder.
-
-    Follows symbolic links. If the block fails, nothing remains.
-    """
+    """Yields a hidden folder, which is renamed to `path`, a new name or an empty folder, if the block succeeds."""
     if path.is_symlink():
         path = Path(os.path.realpath(path))
     with _hidden_folder(path) as aside:

@@ -90,13 +90,8 @@ def run_block(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Runs a block without active dropout on x [B, N, C] or packed x [total, C]; `parts.mlp` must not be None.
 
-    Args:
-        statistics: LayerNorm statistics of x from the previous block; None computes them.
-        rope, keys: Rotary positions, and keys that queries attend to; not used with `attend`.
-        attend: Computes x + attention(x) with the block's modules; None runs the kernels, with backend "triton".
-        next_statistics: True if a LayerNorm follows that reuses the statistics of the output.
-    Returns:
-        The output, and its LayerNorm statistics, or None if not requested, for fp32, and after drop path.
+    `attend` computes x + attention(x) with the block's modules instead of kernels. Returns the output and, if
+    requested, its LayerNorm statistics: None for fp32 and after drop path.
     """
     attention, mlp = parts.attention, parts.mlp
     assert mlp is not None

@@ -1,8 +1,7 @@
 """e4m3 scales of a block's operands, stored as buffers of a submodule of the block.
 
-The state dict contains the buffers (`blocks.0.vit_fast_fp8.qkv`). Copying, pickling or moving a block includes the
-buffers. Scales are powers of two, which all floating dtypes represent exactly, so converting the model changes
-no scale. Finer scales would not be more accurate, because the rounding error of e4m3 is relative.
+Scales are powers of two, which all floating dtypes represent exactly, so converting the model changes no scale. Finer
+scales would not be more accurate, because the rounding error of e4m3 is relative.
 """
 
 from __future__ import annotations

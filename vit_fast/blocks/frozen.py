@@ -27,9 +27,7 @@ Weights = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias and LayerS
 class Frozen:
     """The folded linear layers of one block, for matmuls of one dtype; see `fold` in `ops/folded.py` for rope_head.
 
-    Attributes:
-        tensors: Folded weight, bias and row sums of qkv, of fc1, and of fc2 if a norm precedes fc2; then the weights of
-            proj and fc2 in `dtype` if the parameters have another dtype. Updated in place.
+    `tensors` are weight, bias and row sums of qkv, of fc1, and of fc2 if a norm precedes it; then cast proj and fc2.
     """
 
     every_source = False  # see `sources`

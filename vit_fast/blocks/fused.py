@@ -117,10 +117,9 @@ class FusedModule(nn.Module):
 
 
 def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Callable[[FusedClass], FusedClass]:
-    """Makes the decorated class the fused class of `original`. `equivalent` is True if both compute the same.
+    """Makes the decorated class the fused class of `original`; `equivalent` is True if both compute the same.
 
-    The fused class gets the original's __name__, by which wrapping policies (transformers' _no_split_modules,
-    accelerate's FSDP) find layers. pickle uses __qualname__, which stays different.
+    Wrapping policies (of transformers and accelerate's FSDP) find layers by __name__, pickle by __qualname__.
     """
 
     def decorate(cls: FusedClass) -> FusedClass:
@@ -136,13 +135,9 @@ def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Call
 
 
 def _show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivalent: bool) -> None:
-    """Wraps the forward of a fused class, so that torch.fx and torch.jit.script see that of `original`.
+    """Wraps a fused forward, so that torch.fx (Proxies), torch.jit.script (source) and `unfuse` get the original one.
 
-    Neither can trace the fused forward. torch.fx calls forward with Proxies; torch.jit.script reads source and
-    annotations. If the classes are not equivalent, torch.fx treats the module as a leaf, and torch.jit.script fails.
-
-    A bound method `module.forward` that was stored before `unfuse` runs the original forward afterwards. A forward that
-    a user sets on `original` also runs in fused modules.
+    If the classes are not equivalent, torch.fx treats the module as a leaf, and torch.jit.script fails.
     """
     if original.__module__.startswith("transformers."):
         return  # transformers' wrapper of forward must stay outermost; neither tracer supports these models anyway
@@ -177,10 +172,7 @@ def _show_original_to_tracers(cls: type[Any], original: type[nn.Module], equival
 
 
 def _run_original_after_unfuse(cls: type[Any], original: type[nn.Module]) -> None:
-    """Wraps the forward of a fused class of transformers, before transformers wraps it for gradient checkpointing.
-
-    A bound method `module.forward` that was stored before `unfuse` runs the original forward afterwards.
-    """
+    """Makes a bound method `module.forward` that was stored before `unfuse` run the original forward."""
     fused_forward, original_forward = cls.forward, original.forward
 
     @functools.wraps(fused_forward)
@@ -198,11 +190,7 @@ def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
 
 
 class Forms:
-    """The fused classes of one library: mixins by the dotted path of the original class.
-
-    Each class is created when its original is first seen, because the library may be absent and is slow to import. The
-    class becomes a global of vit-fast's `file` for the library, e.g. "FusedBlock", so that pickle finds it.
-    """
+    """Fused classes of a library, created as globals of its `file` (for pickle) when their originals are first seen."""
 
     def __init__(self, file: dict[str, Any], mixins: Mapping[str, type[FusedModule]]) -> None:
         self._file, self.mixins = file, mixins

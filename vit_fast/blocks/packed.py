@@ -1,16 +1,12 @@
-"""Runs frozen blocks on the CPU with packed weights, and with less host overhead between operators.
+"""Runs frozen blocks on the CPU with weights that are packed once, instead of in every call of `F.linear`.
 
-`F.linear` converts a weight to the CPU's layout in every call. Packing converts a weight once, with the operators that
-torch.compile uses for frozen models. oneDNN and MKL can pack a layer. The faster library is used, as measured on two
-cores for 197, 788 and 1,576 tokens:
+oneDNN and MKL can pack a layer. The faster one is used, as measured on two cores for 197, 788 and 1,576 tokens:
 
-- bf16 and fp16: oneDNN, with activation and residual in the epilogue of the matmul.
-- fp32 on CPUs from Intel (Xeon with AMX): MKL, followed by activation and residual in place. Layers with tanh GELU use
-  oneDNN, because no other implementation of GELU is fast on these CPUs.
-- fp32 on other CPUs (EPYC with AVX-512): oneDNN, 2.2 times as fast as MKL, which uses AVX-512 only on CPUs from Intel.
+- oneDNN for bf16 and fp16, with activation and residual in the epilogue, for tanh GELU, and on CPUs from AMD, where it
+  is 2.2 times as fast in fp32 as MKL
+- MKL for fp32 on CPUs from Intel, followed by activation and residual in place
 
-Attention runs in oneDNN Graph on CPUs that are not from Intel; see `_attend`. LayerNorm is not folded, because a
-LayerNorm without weight and bias is not faster on a CPU.
+LayerNorm is not folded, because a LayerNorm without weight and bias is not faster on a CPU.
 """
 
 from __future__ import annotations
@@ -65,10 +61,7 @@ def mkl_is_faster() -> bool:
 
 
 class PackedLinear:
-    """Computes activation(x W^T + b) or residual + x W^T + b, for contiguous x [..., K] with W's dtype.
-
-    `activation` is a key of `reference.ACTIVATIONS` or None. LayerScale `scale` is folded into W [N, K] and b.
-    """
+    """Computes activation(x W^T + b) or residual + x W^T + b for contiguous x; folds LayerScale into W and b."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, activation: str | None = None
@@ -195,8 +188,7 @@ def _run_block(x: Tensor, step: Steps, rope: Rope | None, keys: Keys | None, out
 def _attend(qkv: Tensor, scale: float | None, outputs: int | None) -> Tensor:
     """Computes attention of the first `outputs` queries (None: all) of qkv [B, N, 3, H, D], as [B, M, H * D].
 
-    On two cores of an EPYC with AVX-512, oneDNN Graph takes half the time of torch's flash kernel in fp32, and a third
-    in bf16 (50 to 1,370 tokens). On CPUs from Intel, it was not measured.
+    oneDNN Graph takes a third (bf16) to half (fp32) of the time of torch's flash kernel on two cores of an EPYC.
     """
     if outputs is None and qkv.shape[1] >= GRAPH_TOKENS and qkv.dtype is not torch.float16 and not mkl_is_faster():
         scale = qkv.shape[-1] ** -0.5 if scale is None else scale
@@ -220,10 +212,9 @@ _FUSION = threading.Lock()
 def _attention_graph(
     shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, scale: float, threads: int
 ) -> Callable[[Tensor], Tensor] | None:
-    """Compiles attention of qkv [B, N, 3, H, D] with oneDNN Graph; returns None if oneDNN Graph does not support it.
+    """Compiles attention of qkv with oneDNN Graph for a number of threads; returns None if it is not supported.
 
     torch offers oneDNN Graph only in TorchScript, as a setting of the process. This function restores the setting.
-    oneDNN divides the work among `threads` when it compiles.
     """
     try:
         attention: Callable[[Tensor], Tensor] = torch.jit.CompilationUnit(_ATTENTION.format(scale=scale)).attention

@@ -1,11 +1,7 @@
-"""A pre-norm encoder block of any library as data: `BlockParts`.
+"""A pre-norm encoder block of any library as data: `BlockParts`, which refers to modules and attribute names.
 
-A file per library in `vit_fast/libraries/` reads the blocks with a reader (`reading.py`). Parts refer to modules and
-attribute names, never to tensors, because a Parameter may be replaced at any time.
-
-If a graph of torch.compile read modules from both the block and `BlockParts`, torch.compile would add one Python guard
-per module, which doubles the host time of a compiled block. So while it traces, `built` rebuilds the parts from the
-block's modules and their `outline`: names and numbers that are a constant of the graph.
+If a compiled graph read modules from both the block and `BlockParts`, torch.compile would guard each module in Python,
+which doubles the host time. While it traces, `built` rebuilds the parts from the block and a constant `outline`.
 """
 
 from __future__ import annotations
@@ -129,10 +125,7 @@ class AttentionParts(Half):
 
 @dataclass(frozen=True)
 class MlpParts(Half):
-    """The MLP half, x + drop_path(layer_scale * fc2(inner_norm(hidden))).
-
-    hidden is activation(fc1(norm(x))); with a gate, activation(gate(norm(x))) * fc1(norm(x)).
-    """
+    """The MLP half; hidden is activation(fc1(norm(x))), or with a gate activation(gate(norm(x))) * fc1(norm(x))."""
 
     fc1: LinearParts
     activation: str  # one of `reference.ACTIVATIONS`

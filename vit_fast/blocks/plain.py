@@ -1,7 +1,6 @@
-"""Decides if a module may be bypassed: operators then use the parameters of the module instead of calling forward.
+"""Decides if a module may be bypassed, so that operators use its parameters instead of calling its forward.
 
-A module with hooks, a forward set on the instance or the class, or parameters of a tensor subclass (torchao, DTensor)
-must be called. Modules are inspected when a block is read; `Watch` then checks in every forward for changes.
+A module with hooks, a replaced forward, or parameters of a tensor subclass (torchao, DTensor) must be called.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ def forward_is_replaced(module: nn.Module) -> bool:
 
 
 def _class_is_patched(module_class: Any) -> bool:
-    """True if the forward of a class, or of the class that it fuses, was replaced.
-
-    That is, it was not defined in a class body when the class was first seen, or it changed since then.
-    """
+    """True if a class's forward (or its original's) was not defined in a class body, or changed since first seen."""
     for cls in (module_class, getattr(module_class, "original", module_class)):
         if cls not in _FORWARDS:
             owner = next(base for base in cls.__mro__ if "forward" in vars(base))
@@ -121,11 +117,7 @@ def _touch(module: nn.Module) -> list[Any]:
 
 
 class Watch:
-    """Checks that a block did not change since its parts were read.
-
-    `edges` are all inspected modules, also those that cannot be bypassed. `values` are owner, name and value of all
-    other attributes that were read.
-    """
+    """Checks that the inspected modules (`edges`) and the attributes that were read (`values`) did not change."""
 
     def __init__(self, owner: nn.Module, edges: list[Edge], values: list[tuple[Any, str, object]]) -> None:
         self.owner, self.values = owner, tuple(values)

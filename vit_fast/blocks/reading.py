@@ -149,12 +149,8 @@ class Reader(Inspector):
     ) -> MlpParts | None:  # fmt: skip
         """Reads the second half of a block by the paths of its parts; returns None and adds `reasons` if not fusible.
 
-        Args:
-            gate: Path of the gate's linear layer, if the gate is a separate layer.
-            gate_chunk: Half of fc1's outputs that is the gate, 0 or 1, if fc1 also computes the gate.
-            inner_norm: Path of a possible norm before fc2.
-            inside: Supported classes of modules that contain parts, by path.
-            empty: Paths that must be absent or an Identity.
+        `gate_chunk` is the half of fc1's outputs that is the gate, if fc1 computes both. `inside` maps modules that
+        contain parts to their supported classes. Paths in `empty` must be absent or an Identity.
         """
         if not self._check_classes(inside):
             return None
@@ -180,14 +176,8 @@ class Reader(Inspector):
     ) -> AttentionParts | None:  # fmt: skip
         """Reads the first half of a block by the paths of its parts; returns None and adds `reasons` if not fusible.
 
-        Args:
-            module: The attention layer.
-            qkv: Paths of one linear layer, of three, or of a MultiheadAttention, which holds the weights itself.
-            biases: Paths of the biases of qkv if the linear layers have none.
-            qk_norm: Paths of possible norms of q and k.
-            rates: Paths of dropout probabilities that are plain attributes.
-            inside, empty: See `mlp`.
-            num_heads, scale, qk_norm_over, rotates_halves: See AttentionParts and QkNormParts.
+        `qkv` is one linear layer, three, or a MultiheadAttention. `biases` are those of qkv if the layers have none.
+        `rates` are dropout probabilities that are plain attributes. See `mlp` for `inside` and `empty`.
         """
         if not self._check_classes(inside):
             return None

@@ -1,8 +1,7 @@
 """Passes LayerNorm statistics and e4m3 tokens from block to block if a library's own loop calls the blocks.
 
-Per thread, a block stores facts about the tensor that it returned. The next block uses the facts if its input is that
-tensor, with the same memory, version counter and stream. Nothing is stored for tensors without version counter, or if
-the call will be repeated: in transforms, CUDA-graph capture and checkpointed forwards.
+The next block uses them if its input is the same tensor with the same memory, version counter and stream. Nothing is
+stored for a call that will be repeated: in transforms, CUDA-graph capture and checkpointed forwards.
 """
 
 from __future__ import annotations
@@ -54,10 +53,7 @@ def recall(x: Tensor) -> TokenFacts:
 
 
 class VersionsCounted:
-    """Leaves inference mode, in which tensors have no version counter, with gradients disabled.
-
-    `torch.inference_mode(False)` with `torch.no_grad()` would take four times as long.
-    """
+    """Leaves inference mode, which counts no versions; four times as fast as torch.inference_mode(False)."""
 
     _guard: Any = None
 

@@ -49,11 +49,9 @@ def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Runs the fused operator, or transformers' sdpa function for calls that the operator does not support.
+    """Runs the fused operator [B, H, N, D] -> [B, N, H, D]; unsupported calls run transformers' sdpa function.
 
-    These are causal and grouped-query attention, dropout, masks other than padding masks, and keywords that change
-    attention. Query is [B, H, N, D]. Returns the contiguous output [B, N, H, D] and no attention weights. Raises
-    UnsupportedInputError for keywords that transformers' sdpa function would ignore.
+    Raises UnsupportedInputError for keywords that transformers' sdpa function would ignore.
     """
     if refused := [name for name in REFUSED if is_set(kwargs.get(name))]:
         advice = "use another attn_implementation"

@@ -1,7 +1,4 @@
-"""Weight names in files of research code: Google's JAX models, and CLIP of OpenAI and OpenCLIP.
-
-GOOGLE and CLIP have the attributes that the files of other libraries define for their weights.
-"""
+"""Weight names in files of research code: Google's JAX models, and CLIP of OpenAI and OpenCLIP."""
 
 from __future__ import annotations
 

@@ -99,10 +99,7 @@ class TorchvisionModel(ImageModel):
 
 
 class MultiheadAttentionMixin(FusedModule):
-    """Self-attention, mha(x, x, x, need_weights=False) without masks, as a fused operator.
-
-    Other calls (cross-attention, masks, returned weights, dropout in training) run the original forward.
-    """
+    """Runs mha(x, x, x, need_weights=False) without masks as a fused operator, and other calls as the original."""
 
     kind = "attention"
 

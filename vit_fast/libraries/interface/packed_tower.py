@@ -1,7 +1,6 @@
 """Packs the images of a vision tower's calls into buffers with a fixed number of tokens, for `GraphRunner`.
 
-Unused tokens of the buffers form a sequence of their own. One class per model family reads calls, computes the metadata
-of images on the host, and runs the tower on the buffers.
+Unused tokens of the buffers form a sequence of their own.
 """
 
 from __future__ import annotations

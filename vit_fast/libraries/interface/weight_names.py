@@ -94,10 +94,7 @@ def take_weights(
     peer: nn.Module, weights: Mapping[str, Tensor], convert: Callable[[Mapping[str, Tensor], ViTConfig], Converted],
     config: ViTConfig,
 ) -> None:  # fmt: skip
-    """Copies our weights into a library's model for `config`; for this model, `convert` only renames and concatenates.
-
-    Raises UnsupportedInputError, and changes nothing, if one of the two models has a parameter that the other lacks.
-    """
+    """Copies our weights into a library's model; raises UnsupportedInputError if their parameters differ."""
     peer_state = {name: tensor.to("meta") for name, tensor in peer.state_dict().items()}
     origins = convert(peer_state, config).origins
     found = {

@@ -1,8 +1,4 @@
-"""timm's vision transformers: weight names, config.json, a peer with our weights, and models for export.
-
-Our weight names are timm's. `convert` translates those of timm's old files, of the original DeiT and DINOv2 files, and
-of timm towers in OpenCLIP.
-"""
+"""timm's vision transformers: weight names (ours are timm's), config.json, a peer with our weights, and export."""
 
 from __future__ import annotations
 

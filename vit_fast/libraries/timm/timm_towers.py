@@ -22,10 +22,7 @@ _METHODS = ("forward_features", "forward_head", "pool")  # which a user may have
 
 
 class VisionTransformerMixin(FusedContainer):
-    """timm's VisionTransformer. If its head reads only the first token, its last block computes only that token.
-
-    This applies to calls without gradients, of a model that is frozen for the CPU or compiled with backend sdpa.
-    """
+    """timm's VisionTransformer. Frozen for the CPU or compiled, its last block may compute only the first token."""
 
     @classmethod
     def fits(cls, module: Any, blocks: Collection[nn.Module]) -> bool:
@@ -85,11 +82,7 @@ def _first_token(block: Any, x: Tensor) -> Tensor:
 
 
 class NaFlexVitMixin(FusedModule):
-    """timm's NaFlexVit. Its layers get a padding mask that they recognize by its strides.
-
-    timm masks pairs of queries and keys, this class only keys: padding tokens attend to their image, and nothing reads
-    them.
-    """
+    """timm's NaFlexVit. Masks only keys by a padding mask with stride 0, because nothing reads padding queries."""
 
     kind = "padding mask"
 

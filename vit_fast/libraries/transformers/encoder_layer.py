@@ -1,8 +1,4 @@
-"""Fused encoder layers of transformers, whose parts are found by their names.
-
-A layer computes x + after(attention(norm(x))), then norm and MLP. Modules and Parameters named in AFTER follow the
-attention layer, in this order.
-"""
+"""Fused encoder layers of transformers, whose parts are found by their names."""
 
 from __future__ import annotations
 

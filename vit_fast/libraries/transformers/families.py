@@ -94,10 +94,7 @@ class FusedTowerWithLengths(FusedTower):
 
 
 class FusedPaddedTower(FusedTower):
-    """SigLIP 2's tower. Its layers get a padding mask that they recognize by its strides.
-
-    For a mask [B, N], transformers would synchronize with the device. It does not change a four-dimensional mask.
-    """
+    """SigLIP 2's tower. Its layers get a padding mask, which, unlike transformers' mask, needs no synchronization."""
 
     kind = "padding mask"
 

@@ -1,6 +1,5 @@
 """Vision models of transformers: weight names, configuration files, a peer with our weights, and models for export.
 
-The weight names are those of ViT, DeiT, DINOv2 (with registers), DINOv3, and of the image towers of CLIP and SigLIP.
 Files contain the names of transformers 4, models in memory those of the installed version.
 """
 
