@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from .parts import AttentionParts, BlockParts, MlpParts
 from .reading import Reader, read_block
 
 _LEAVES = ("torch.nn.", "torch.ao.nn.")  # torch.fx never traces into modules whose class is in these packages
-FusedClass = TypeVar("FusedClass", bound="type[FusedModule]")
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ class FusedModule(nn.Module):
     original_forward: ClassVar[Callable[..., Any]]
     kind: ClassVar[str]  # the part that the operators compute, for the report
     host_reads: ClassVar[str] = ""  # values that forward reads on the host, which a CUDA graph would not repeat
+    equivalent: ClassVar[bool] = True  # computes the same as the original
     passes_for_original: ClassVar[bool] = False  # takes the original's module and name, which the library looks up
     vit_fast_request: str = "auto"  # the requested backend
     vit_fast_backend: str = "sdpa"  # the resolved backend
@@ -56,10 +56,18 @@ class FusedModule(nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        original = cls.__bases__[-1]
-        if original.__module__.startswith("transformers."):
-            _run_original_after_unfuse(cls, original)
+        """Makes a class that derives from FusedModule and a library's class the fused class of the latter."""
+        original: Any = cls.__bases__[-1]
+        is_form = not hasattr(cls, "original") and not issubclass(original, FusedModule) and original is not nn.Module
+        if is_form:
+            _show_original(cls, original)  # before transformers wraps forward for gradient checkpointing
         super().__init_subclass__(**kwargs)
+        if is_form:
+            cls.original, cls.original_forward = original, original.forward
+            # wrapping policies (of transformers and accelerate's FSDP) find layers by __name__, pickle by __qualname__
+            cls.__name__ = original.__name__
+            if cls.passes_for_original:
+                cls.__module__, cls.__qualname__ = original.__module__, original.__qualname__
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -116,34 +124,15 @@ class FusedModule(nn.Module):
         return type(self).__qualname__
 
 
-def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Callable[[FusedClass], FusedClass]:
-    """Makes the decorated class the fused class of `original`; `equivalent` is True if both compute the same.
-
-    Wrapping policies (of transformers and accelerate's FSDP) find layers by __name__, pickle by __qualname__.
-    """
-
-    def decorate(cls: FusedClass) -> FusedClass:
-        cls.original = original
-        cls.original_forward = original.forward
-        cls.__name__ = original.__name__
-        if cls.passes_for_original:
-            cls.__module__, cls.__qualname__ = original.__module__, original.__qualname__
-        _show_original_to_tracers(cls, original, equivalent)
-        return cls
-
-    return decorate
-
-
-def _show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivalent: bool) -> None:
+def _show_original(cls: type[Any], original: type[nn.Module]) -> None:
     """Wraps a fused forward, so that torch.fx (Proxies), torch.jit.script (source) and `unfuse` get the original one.
 
-    If the classes are not equivalent, torch.fx treats the module as a leaf, and torch.jit.script fails.
+    If the classes are not equivalent, torch.fx treats the module as a leaf, and torch.jit.script fails. A bound method
+    that was stored before `unfuse` runs the original forward, also one that a user sets on `original`.
     """
-    if original.__module__.startswith("transformers."):
-        return  # transformers' wrapper of forward must stay outermost; neither tracer supports these models anyway
     fused_forward, original_forward = cls.forward, original.forward
     leaf = original.__module__.startswith(_LEAVES) and not issubclass(original, nn.Sequential)
-    proxies, stays_whole = Proxy, not equivalent or leaf
+    proxies, stays_whole = Proxy, leaf or not cls.equivalent
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, cls) or original.forward is not original_forward:
@@ -161,7 +150,7 @@ def _show_original_to_tracers(cls: type[Any], original: type[nn.Module], equival
             return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
         return original_forward(self, *args, **kwargs)
 
-    if not equivalent:
+    if not cls.equivalent or original.__module__.startswith("transformers."):  # not supported by torch.jit.script
         cls.forward = functools.update_wrapper(forward, fused_forward)
         return
     # torch.jit.script unwraps to the original's source, and resolves names of that source in the globals of `shown`
@@ -169,18 +158,6 @@ def _show_original_to_tracers(cls: type[Any], original: type[nn.Module], equival
     cls.forward = functools.update_wrapper(shown, original_forward)
     # torch.jit.script reads attribute types from the first class that has annotations: nn.Module at the latest
     cls.__annotations__ = dict(next(filter(None, map(inspect.get_annotations, original.__mro__))))
-
-
-def _run_original_after_unfuse(cls: type[Any], original: type[nn.Module]) -> None:
-    """Makes a bound method `module.forward` that was stored before `unfuse` run the original forward."""
-    fused_forward, original_forward = cls.forward, original.forward
-
-    @functools.wraps(fused_forward)
-    def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_fused = isinstance(self, cls) and original.forward is original_forward and not self.is_idle()
-        return (fused_forward if is_fused else original.forward)(self, *args, **kwargs)
-
-    cls.forward = bound
 
 
 def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
@@ -204,7 +181,7 @@ class Forms:
         fused: type[FusedModule] | None = self._file.get(name)
         if fused is None or fused.original is not original:
             about = {"__module__": self._file["__name__"], "__qualname__": name, "__doc__": mixin.__doc__}
-            fused = fused_form_of(original)(type(name, (mixin, original), about))
+            fused = type(name, (mixin, original), about)
             self._file[name] = fused
         return fused
 

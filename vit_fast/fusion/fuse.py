@@ -29,14 +29,9 @@ LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|A
 
 
 def fuse(
-    model: nn.Module,
-    backend: str = "auto",
-    *,
-    normalize: tuple[Sequence[float], Sequence[float]] | None = None,
-    precision: str | None = None,
-    keep: Iterable[str] | None = None,
-    min_agreement: float | None = None,
-) -> FusionReport:
+    model: nn.Module, backend: str = "auto", *, normalize: tuple[Sequence[float], Sequence[float]] | None = None,
+    precision: str | None = None, keep: Iterable[str] | None = None, min_agreement: float | None = None,
+) -> FusionReport:  # fmt: skip
     """Replaces attention and LayerNorm + MLP of timm, transformers, torchvision and torch.nn models by fused operators.
 
     fuse changes the model in place: it sets the class of each fused module to a subclass with another forward. Modules

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blocks.fused import Finding, FusedModule, fused_form_of
+from ..blocks.fused import Finding, FusedModule
 from ..blocks.reading import describe
 from ..layers import PatchEmbed
 
@@ -22,11 +22,11 @@ CENTER = 128.0
 POWER = 64.0  # divides bytes and multiplies weights
 
 
-@fused_form_of(nn.Conv2d, equivalent=False)
 class FusedPatchConv(FusedModule, nn.Conv2d):
     """Convolution of a patch embedding for images in 0..255, uint8 or any floating dtype."""
 
     kind = "normalization"
+    equivalent = False
     vit_fast_mean: tuple[float, ...]
     vit_fast_std: tuple[float, ...]
 
@@ -57,11 +57,11 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
         )
 
 
-@fused_form_of(PatchEmbed, equivalent=False)
 class FusedPatchEmbed(FusedModule, PatchEmbed):
     """Our patch embedding for uint8 images, which PatchEmbed rejects."""
 
     kind = "normalization"
+    equivalent = False
 
     def forward(self, images: Tensor) -> Any:
         """Maps bytes [B, channels, height, width] to the result of PatchEmbed."""

@@ -160,15 +160,9 @@ def _take_class_names(model: VisionTransformer, source: Source) -> None:
 
 
 def create_model(
-    name: str,
-    *,
-    backend: str = "auto",
-    weights: str | Path | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    precision: str | None = None,
-    **config_overrides: Any,
-) -> VisionTransformer:
+    name: str, *, backend: str = "auto", weights: str | Path | None = None, device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None, precision: str | None = None, **config_overrides: Any,
+) -> VisionTransformer:  # fmt: skip
     """Builds a Vision Transformer by its timm name and fuses it.
 
     In training mode, blocks with active dropout run their original modules, with every backend. The report of
