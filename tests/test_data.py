@@ -123,15 +123,6 @@ def test_find_images_searches_folders_and_lists_every_problem(tmp_path: Path) ->
             find_images(one)
 
 
-def test_bundled_digits() -> None:
-    train, test = open_data()
-    assert (len(train), len(test)) == (1437, 360) and train.class_names == tuple("0123456789")
-    sums = np.stack([train.pixels[train.labels == label].sum(0) for label in range(10)])
-    means = sums / np.linalg.norm(sums, axis=(1, 2), keepdims=True)
-    nearest = np.einsum("dhw,nhw->nd", means, test.pixels).argmax(1)
-    assert np.mean(nearest == test.labels) > 0.8, "most images are nearest to the mean of their own digit"
-
-
 def _write_mnist(folder: Path) -> dict[str, np.ndarray]:
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)

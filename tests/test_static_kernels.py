@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from children import environment, run_python
-from command_line import run
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
@@ -168,11 +167,3 @@ def test_estimated_device_time_of_a_block(arch: str) -> None:
         assert [row["floor_us"] for row in rows] == pytest.approx([226, 101, 77, 301, 301], rel=0.02)
         assert [row["waves"] for row in rows if row["tile"]] == [26.86, 8.95, 35.82, 8.95]
         assert rows[1]["bottleneck"] == "DRAM"
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [("vit_base_patch16_224 --arch sm_75", "arch must be one of"), ("vit_bse", "unknown model")],
-)
-def test_command_rejects_unknown_names(options: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("kernels", "--model", *options.split()) == 2 and error in capsys.readouterr().err
