@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 KERNELS = (
-    "attention_*", "kernel_shapes", "matmul_*", "mlp_*", "rotary*",
+    "attention_*", "kernel_shapes", "matmul_*", "mlp_*", "rotary_*",
     "block_operator", "operators", "fp8_block",
 )  # fmt: skip
 COMPILED = ("static_kernels", "stand_in_driver", "warm_up")

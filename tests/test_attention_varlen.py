@@ -66,19 +66,6 @@ def test_packed(lengths: list[int], heads: int, head_dim: int, dtype: torch.dtyp
 
 
 @given(
-    lengths=st.lists(st.integers(0, 70), max_size=5), heads=st.integers(1, 2),
-    head_dim=st.sampled_from((64, 72, 80, 128)), dtype=st.sampled_from((torch.float16, torch.bfloat16)),
-    sharpness=st.floats(0.1, 1.5), behind=st.integers(0, 20), seed=st.integers(0, 2**32 - 1),
-)  # fmt: skip
-def test_drawn_packed(
-    lengths: list[int], heads: int, head_dim: int, dtype: torch.dtype, sharpness: float, behind: int, seed: int
-) -> None:
-    torch.manual_seed(seed)
-    if total := sum(lengths) + behind:
-        check_packed(lengths, packed(total, heads, head_dim, dtype), sharpness * head_dim**-0.5)
-
-
-@given(
     share=st.sampled_from((0.0, 0.1, 0.6, 1.0)), batch=st.integers(1, 3), n_q=st.integers(1, 40),
     n_kv=st.integers(1, 150), head_dim=st.sampled_from((64, 72, 80, 128)), dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**32 - 1),

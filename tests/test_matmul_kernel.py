@@ -16,8 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from vit_fast.kernels.device import REFERENCE_GPU, gpu_of, reads_descriptors
-from vit_fast.kernels.layer_norm import NormInput
-from vit_fast.kernels.linear import gradients, linear, weight_products
+from vit_fast.kernels.linear import linear, weight_products
 from vit_fast.kernels.linear.scaled_weights import in_dtype, scaled_weights
 from vit_fast.kernels.linear.weight_products import weight_products_launch
 from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands, fits_tma, matmul_launch
@@ -32,37 +31,17 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
-def launch(operands: Operands, epilogue: str) -> None:
-    """Launches with TMA exactly if N is a multiple of 8."""
-    config = matmul_config(operands, epilogue)
-    assert config.tma == (operands.sizes[1] % 8 == 0 and reads_descriptors(ARCH))
-    matmul_launch(operands, epilogue=epilogue, config=config).run()
-
-
-on_both_paths = pytest.mark.parametrize("N", [48, 33], ids=["TMA", "pointers"])
-
-
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@on_both_paths
-def test_residual_in_fp32(N: int, dtype: torch.dtype) -> None:
-    """The branch is not rounded to the dtype of the operands: it is as accurate as in fp32."""
-    a, b = normal(70, 64, dtype=dtype), normal(N, 64, dtype=dtype, seed=1)
-    residual, bias, scale = normal(70, N, seed=2) * 100, normal(N, seed=3), normal(N, seed=4)
-    (out,) = nan_like(residual)
-    launch(Operands(a, b, out, b_is_nk=True, residual=residual, bias=bias, scale=scale), "residual")
-    fp32, exact = (_formula((a, b, bias, scale, residual), precision) for precision in (torch.float32, torch.float64))
-    assert_as_exact_as_eager("out", out, fp32, exact, FORWARD_FACTOR)
-
-
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@on_both_paths
+@pytest.mark.parametrize("N", [48, 33], ids=["TMA", "pointers"])
 def test_input_gradient_in_fp32(N: int, dtype: torch.dtype) -> None:
     a, b = normal(70, 64, dtype=dtype), normal(64, N, dtype=dtype, seed=1)
     x, residual = normal(70, N, seed=2), normal(70, N, seed=3)
     mean, rstd, parts = normal(70, seed=4), normal(70, seed=5).abs(), normal(70, 19, seed=6)
     out, rounded = nan_like(x, x.to(dtype))
     given = Operands(a, b, out, x=x, residual=residual, mean=mean, rstd=rstd, row_part=parts, h=rounded)
-    launch(given, "layer_norm_grad")
+    config = matmul_config(given, "layer_norm_grad")
+    assert config.tma == (N % 8 == 0 and reads_descriptors(ARCH))
+    matmul_launch(given, epilogue="layer_norm_grad", config=config).run()
 
     def formula(precision: torch.dtype) -> Tensor:
         a_, b_, x_, residual_, mean_, parts_ = (t.to(precision) for t in (a, b, x, residual, mean, parts))
@@ -96,13 +75,15 @@ def _check_statistics(out: Tensor, part: Tensor) -> None:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("stream", [None, torch.float32], ids=["stream of h", "fp32 stream"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("splits", [2, 3, 7])  # of 4 iterations: parts of 2; of 2 or none; of 1 or none
+@pytest.mark.parametrize("splits", [1, 2, 3, 7])  # of 4 iterations: one part; parts of 2; of 2 or none; of 1 or none
 @pytest.mark.parametrize("C", [48, 33, 200], ids=["TMA", "pointers", "pieces"])
-def test_split_k(
+def test_residual_with_and_without_split_k(
     C: int, splits: int, dtype: torch.dtype, stream: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With an fp32 stream, the branch is not rounded to the dtype of the operands: it is as accurate as in fp32."""
     tensors = _branch(70, C, dtype, stream or dtype)
-    config = matmul_config(Operands(tensors[0], tensors[1], tensors[4], b_is_nk=True), "partial")
+    operands = Operands(tensors[0], tensors[1], tensors[4], b_is_nk=True, residual=tensors[4])
+    config = matmul_config(operands, "residual" if splits == 1 else "partial")
     monkeypatch.setattr(linear, "residual_config", lambda operands: (config, splits))
     out, statistics = linear.linear_residual(*tensors, statistics=stream is None)
     assert out.dtype == (stream or dtype)
@@ -155,26 +136,6 @@ def test_products_of_one_to_four_pairs(
         torch.testing.assert_close(found.double().sum(0), a.double().T @ b.double(), rtol=1e-5, atol=1e-4)
         first = -(-5 // splits) * 16  # of 5 steps
         torch.testing.assert_close(found[0].double(), a[:first].double().T @ b[:first].double(), rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("M", "F"), [(1, 1), (255, 127), (256, 128), (257, 129), (600, 24)])
-def test_partial_sums_in_the_layer_norm_backward(M: int, F: int, dtype: torch.dtype, residual: bool) -> None:
-    C = 40
-    grad, x, gamma, dz = normal(M, C, dtype=dtype), normal(M, C, seed=1), normal(C, seed=2), normal(M, F, seed=3)
-    dz, added = dz.to(dtype), normal(M, C, seed=4, dtype=dtype) if residual else None
-    x = x.to(dtype)
-    statistics = torch.stack([x.float().mean(1), (x.float().var(1, correction=0) + 1e-6).rsqrt()])
-    rows = NormInput(x, statistics)
-    dx, normalized, parts = gradients.layer_norm_gradient(grad, gamma, rows, added, dz)
-    assert parts.shape == (-(-M // gradients.SUM_ROWS), F)
-    exact = torch.stack([part.double().sum(0) for part in dz.split(gradients.SUM_ROWS)])
-    torch.testing.assert_close(parts.double(), exact, rtol=1e-6, atol=1e-4)
-    plain, same, _ = gradients.layer_norm_gradient(grad, gamma, rows, None, dz)
-    assert torch.equal(dx, plain if added is None else plain + added)
-    assert torch.equal(normalized, same)
 
 
 def _random(*shape: int, dtype: torch.dtype) -> Tensor:
