@@ -107,10 +107,7 @@ class TrainingStep:
 def _expect_gradients(
     group: Group, exact_model: nn.Module, eager_model: nn.Module, images: Tensor, rows: list[int], noise: Tensor
 ) -> tuple[list[Tensor], list[dict[Measure, float]]]:
-    """Computes gradients of these images in fp64, and eager's errors.
-
-    Random images show how much the error of a norm varies by chance.
-    """
+    """Computes gradients of these images in fp64, and eager's errors; those of norms also on random images."""
     exact_step, step = TrainingStep(group, exact_model, exact_model), TrainingStep(group, eager_model, eager_model)
     each = range(len(rows))
     exact, eager = exact_step.gradients(images.double(), each, rows), step.gradients(images, each, rows)

@@ -54,10 +54,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class ExportedBlock(nn.Module):
-    """Runs a block from its parts, which must include attention and MLP.
-
-    Adds itself to `packed` if its attention reads the output of the qkv layer unchanged.
-    """
+    """Runs a block from its parts; adds itself to `packed` if its attention reads the qkv layer's output unchanged."""
 
     def __init__(self, parts: BlockParts, options: ExportOptions, packed: set[nn.Module]) -> None:
         super().__init__()
@@ -176,10 +173,7 @@ class _Exported(nn.Module):
 
 
 def capture(vit: ImageModel, options: ExportOptions) -> tuple[ir.Model, int]:
-    """Captures a model as an ONNX graph; also returns the number of blocks with attention of packed qkv.
-
-    The input is "images" [batch, in_chans, height, width] fp32; the output is named options.output.
-    """
+    """Captures a model as an ONNX graph of "images" in fp32; also returns the number of blocks with packed qkv."""
     if options.dtype != "fp32":
         vit = vit.copy_in(DTYPES[options.dtype])
     vit, packed = dataclasses.replace(vit, model=sharing_copy(vit.model)), set[nn.Module]()

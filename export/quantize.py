@@ -185,10 +185,7 @@ def observe(model: ir.Model, readers: Readers, batches: Sequence[np.ndarray]) ->
 
 
 def choose_ranges(readers: Readers, seen: Mapping[str, Observation], scheme: Scheme) -> dict[str, Range]:
-    """Returns the range of each activation: 0 to 1 after a softmax, else the one with the smallest error.
-
-    That is the error of the linear layers that read the activation. If there are none, returns the widest range.
-    """
+    """Returns a range per activation: 0 to 1 after a softmax, else with the smallest error of the linear layers."""
     ranges = {}
     for value, users in readers.items():
         name, producer = str(value.name), value.producer()

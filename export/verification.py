@@ -47,10 +47,8 @@ def verify_file(
         onnx.checker.check_model(str(path), full_check=not options.targets_ort)
         # "auto": without CUDA, or e.g. too little memory, the CPU verifies the file
         runner = OnnxRunner(path, "auto" if on_cuda else "cpu", threads=torch.get_num_threads())
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise VerificationError(f"onnx.checker rejects the file: {error}") from error
-    except ModelFileError as error:
-        raise VerificationError(str(error)) from error
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ModelFileError) as error:
+        raise VerificationError(f"the file is invalid: {error}") from error
     in_fp32 = options.is_eight_bit or sum(p.numel() for p in vit.model.parameters()) > FP64_PARAMETERS
     dtype = torch.float32 if in_fp32 else torch.float64
     reference = vit if in_fp32 else vit.copy_in(dtype)
@@ -80,10 +78,7 @@ def verify_file(
 def _batches(
     vit: ImageModel, options: ExportOptions, images: list[Image.Image], size: Size
 ) -> tuple[list[np.ndarray], Tensor]:
-    """Returns batches of 1, 2, 5, 8, 8, ... inputs of the file, and all inputs of the eager model.
-
-    If the file contains the preprocessing, its inputs are pixels of each image, and a batch of crops of the first.
-    """
+    """Returns batches of inputs of the file (pixels if it preprocesses), and all inputs of the eager model."""
     if not options.preprocess or vit.data_config is None:
         inputs = as_inputs(images, vit.data_config, size, vit.in_chans)
         cuts = [1, 3, *range(8, len(images), 8)] if options.dynamic_batch else range(1, len(images))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,14 +22,6 @@ CPU = torch.device("cpu")
 SIX = Protocol(repeats=6, seconds=0.0, least_repeats=6, warmup_repeats=2, warmup_seconds=10.0)
 QUICK = Protocol(repeats=9, seconds=0.0, least_repeats=9, warmup_repeats=1, launch="hidden")
 COUNTED = Protocol(repeats=9, seconds=0.0, least_repeats=9, warmup_repeats=1)
-
-
-def test_only_messages_of_the_profiler_are_removed(capfd: pytest.CaptureFixture[str]) -> None:
-    lines = "USDT: profiler started", "[W] CPUAllocator.cpp:245] allocated before the profiling started", "a warning"
-    with clock.without_profiler_chatter():
-        for line in lines:
-            os.write(2, f"{line}\n".encode())
-    assert capfd.readouterr().err == "a warning\n"
 
 
 def test_calls_are_interleaved_in_a_new_order_each_round() -> None:

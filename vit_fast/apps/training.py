@@ -206,10 +206,7 @@ def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
 
 
 def _write(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, Any], *, save: bool) -> None:
-    """Writes the files of a run, each atomically; the weights only if `save`.
-
-    The checkpoint is written last, so an interruption before that repeats the epoch.
-    """
+    """Writes the files of a run, each atomically, and the checkpoint last; the weights only if `save`."""
     average: Any = get_model_state_dict(trainer.model, options=_WHOLE)
     model = average
     if trainer.averages:

@@ -69,11 +69,8 @@ def export(
             find_images(calibrate)
         has_weights = weights is not None or "/" in model  # a Hub id or a path has weights
         overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
-        options: dict[str, Any] = {
-            "precision": precision,
-            "target": target,
-            "output": returns,
-        }  # checked by export_onnx
+        # checked by export_onnx
+        options: dict[str, Any] = {"precision": precision, "target": target, "output": returns}
         result = export_onnx(
             create_model(model, weights=weights, backend="sdpa", **overrides), out, dynamic_size=dynamic_size,
             preprocess=preprocess, calibration=calibrate or None, validation=validation,

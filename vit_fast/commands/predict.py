@@ -99,10 +99,7 @@ def predict(
 def _classify(
     files: Sequence[Path], weights: str, model: str | None, backend: str, device: str, data_config: Path | None
 ) -> tuple[Sequence[str] | None, Iterator[np.ndarray]]:
-    """Opens weights or an ONNX file; returns its class names, and an iterator over the probabilities of each image.
-
-    `model` and `backend` apply to weights, `data_config` to ONNX files.
-    """
+    """Opens weights or an ONNX file; returns its class names, and an iterator over the probabilities of each image."""
     import numpy as np
 
     from ..apps.classifiers import open_classifier, rows

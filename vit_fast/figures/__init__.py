@@ -190,10 +190,7 @@ def _of_class_token(values: Tensor, activations: Activations) -> Tensor:
 def _drawn(
     title: str, images: Mapping[str, Any], columns: int = 1, over: ModelImage | None = None, **options: Any
 ) -> Figure:
-    """Draws images by name; with `over`, as heat maps over that image, or only that image for None.
-
-    `options` are those of imshow.
-    """
+    """Draws images by name; with `over`, as heat maps over that image, or only that image for None."""
     height, width = (next(iter(images.values())) if over is None else over.shown).shape[:2]
     rows, scale = math.ceil(len(images) / columns), max(1.6, 5.0 / columns) / max(height, width)  # inches per pixel
     label = 0.25 if columns > 1 else 0.0

@@ -51,7 +51,6 @@ class Activations:
     def rollout(self) -> Tensor:
         """Returns attention rollout: the contribution of each patch to each token after all blocks, [B, N, patches].
 
-        Per block, averages the heads, then averages the result and the identity, which stands for the residual.
         Source: "Quantifying Attention Flow in Transformers", arXiv 2005.00928.
         """
         identity = torch.eye(self.attention[0].shape[-1])
@@ -61,10 +60,7 @@ class Activations:
         return flow[..., self.prefix :]
 
     def distances(self, patch_px: Sequence[float]) -> Tensor:
-        """Returns the mean attention distance [blocks, H] in pixels, measured between patch centers.
-
-        Source: "An Image is Worth 16x16 Words", arXiv 2010.11929, figure 11 (appendix D.7).
-        """
+        """Returns the mean attention distance [blocks, H] in pixels, measured between patch centers."""
         places = torch.cartesian_prod(*(torch.arange(count) * float(side) for count, side in zip(self.grid, patch_px)))
         apart = torch.cdist(places, places)
         between = [weights[..., self.prefix :, self.prefix :] for weights in self.attention]

@@ -61,10 +61,7 @@ def build(
     candidate: Candidate, model: nn.Module, example: Any, output: Any, image_files: Sequence[str | Path],
     min_agreement: float = 0.0,
 ) -> Optimized:  # fmt: skip
-    """Builds a candidate for a model in evaluation mode, which is not changed; the result may share its weights.
-
-    `output` is the model's output for the example. `image_files` calibrate int8 and fp8.
-    """
+    """Builds a candidate for a model, whose output for the example is `output`; it may share the model's weights."""
     hooked = [name or "the model" for name, module in model.named_modules() if is_hooked(module)]
     if candidate != ORIGINAL and hooked:
         raise UnsupportedInputError(candidate.name, [f"{', '.join(hooked[:3])} has hooks, which would not run"])

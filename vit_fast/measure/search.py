@@ -75,10 +75,7 @@ def paired(one: Sequence[float], other: Sequence[float]) -> tuple[Sequence[float
 def search(
     bench: Any, original: Any, candidates: Sequence[Any], *, budget_s: float, objective: Objective = "throughput"
 ) -> Found:
-    """Finds the fastest candidate within a budget; tries them in this order. Ctrl-C returns the best so far.
-
-    `bench` prepares, times and releases candidates, and has the clock; see trials.Trials.
-    """
+    """Finds the fastest candidate within a budget; tries them in this order. `bench` is a trials.Trials."""
     run = _Search(bench, original, budget_s, SHARE[objective])
     run.prepare(run.original, budget_s)
     interrupted = False

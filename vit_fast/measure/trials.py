@@ -199,10 +199,7 @@ class Checked:
 
 
 class Trials:
-    """Builds, checks and times candidates for a model in evaluation mode. It is the argument `bench` of search.search.
-
-    `progress` is called with each step and the seconds since `start`, `check_interrupt` before builds and timed calls.
-    """
+    """Builds, checks and times candidates for a model; calls `check_interrupt` before builds and timed calls."""
 
     def __init__(
         self, model: nn.Module, example: Any, others: Sequence[Any] = (), image_files: Sequence[str | Path] = (),
