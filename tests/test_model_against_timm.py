@@ -66,8 +66,6 @@ CHOICES: dict[str, dict[str, Any]] = {
     "no pooling": {"global_pool": ""},
     "no head": {"num_classes": 0},
     "pre-norm": {"pre_norm": True, "norm_eps": 1e-5},
-    "odd mlp ratio": {"mlp_ratio": 3.7362},
-    "head_dim 72": {"embed_dim": 144, "num_heads": 2},
     **{f"activation {name}": {"act_layer": name} for name in ("gelu_tanh", "relu", "quick_gelu", "silu")},
 }
 

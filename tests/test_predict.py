@@ -89,11 +89,8 @@ def test_class_names_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_errors_are_one_line_and_status_2(models: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, content in (
-        ("text.png", "no image"), ("three.txt", "a\nb\nc\n"), ("deep.json", "[" * 100_000),
-        ("gap.json", '{"0": "a", "2": "b"}'),
-    ):  # fmt: skip
-        Path(name).write_text(content)
+    Path("three.txt").write_text("a\nb\nc\n")
+    Path("gap.json").write_text('{"0": "a", "2": "b"}')
     os.mkfifo("pipe.png")
     save(create_model("vit_test", num_classes=0), "features.safetensors")
     nan = create_model("vit_test")
@@ -105,8 +102,6 @@ def test_errors_are_one_line_and_status_2(models: Path, tmp_path: Path, capsys: 
         ((*both, "--data-config", "x"), "data-config requires an ONNX file, got a and b"),
         ((*both, "--confusion", "."), "must be a file name such as"),
         (("predict", "pipe.png"), "must be a regular file"),
-        ((*predict, "--weights", "absent.safetensors"), "no such file"),
-        ((*predict, "--weights", "text.png"), "must end in one of"),
         ((*predict, "--weights", "features.safetensors"), "must have a classification head"),
         ((*predict, "--weights", "nan.safetensors"), "not finite"),
         ((*predict, "--weights", "m.onnx", "--data-config", "absent.json"), "--data-config"),
@@ -116,10 +111,8 @@ def test_errors_are_one_line_and_status_2(models: Path, tmp_path: Path, capsys: 
         ((*predict, "--top-k", "0"), "--top-k must be an integer >= 1, got 0"),
         ((*predict, "--classes", "three.txt"), "got 3"),
         ((*predict, "--classes", "gap.json"), "class names"),
-        ((*predict, "--classes", "deep.json"), "class names"),
         ((*predict, "--classes", "absent.txt"), "no such file"),
         ((*predict, "--backend", "cuda"), "cuda"),
-        ((*predict, "--device", "tpu"), "device must"),
         ((*predict, "--device", "cuda:99"), "device must"),
     ):
         if arguments[0] == "predict" and "--weights" not in arguments:

@@ -64,7 +64,3 @@ def test_kernels_are_executed(arch: str) -> None:
     printed = children.run_python(command, children.environment())
     assert f"PTX emulator: {arch}, seed 1" in printed
     assert " 2 passed" in printed  # with a fixed and with a random schedule
-
-
-def test_the_tests_that_are_executed_exist() -> None:
-    assert [name for name in execute.KERNEL_TESTS if not (execute.TESTS / f"{name}.py").exists()] == []

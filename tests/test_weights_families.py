@@ -212,8 +212,7 @@ def test_google_npz(name: str, big_vision: bool, scanned: bool, tmp_path: Path) 
     assert_same_outputs(model, peer)
 
 
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_openai_clip(prefix: str) -> None:
+def test_openai_clip() -> None:
     name = "vit_base_patch32_clip_quickgelu_224"
     swaps = {
         "patch_embed.proj": "conv1", "norm_pre": "ln_pre", "norm.": "ln_post.", "norm1": "ln_1", "norm2": "ln_2",
@@ -228,7 +227,7 @@ def test_openai_clip(prefix: str) -> None:
             for own, other in swaps.items():
                 key = key.replace(own, other)
             state[f"visual.{key}"] = tensor.flatten() if "class_emb" in key else tensor.squeeze(0)
-    assert _load_like_timm(name, {prefix + key: tensor for key, tensor in state.items()}).layout == "OpenAI CLIP"
+    assert _load_like_timm(name, state).layout == "OpenAI CLIP"
 
 
 def test_original_dinov2_file_with_registers() -> None:
