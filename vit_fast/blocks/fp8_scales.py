@@ -21,12 +21,9 @@ from .frozen import Frozen
 from .parts import AttentionParts, BlockParts, MlpParts, block_tensors, tensor_of
 from .token_facts import TokenFacts
 
-LINEARS = BlockScales._fields
-"""Linear layers of a block; also the names of the buffers."""
-PLACE = "vit_fast_fp8"
-"""Name of the `Fp8Scales` submodule in its block."""
-MIN_SCALE, MAX_SCALE = 2.0**-24, 2.0**15
-"""Smallest and largest power of two in fp16."""
+LINEARS = BlockScales._fields  # linear layers of a block; also the names of the buffers
+PLACE = "vit_fast_fp8"  # name of the `Fp8Scales` submodule in its block
+MIN_SCALE, MAX_SCALE = 2.0**-24, 2.0**15  # smallest and largest power of two in fp16
 _HOW_TO_LEAVE = "vit_fast.fuse(model) restores the model's own precision"
 
 

@@ -15,7 +15,8 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,24 +24,18 @@ from torch import Tensor
 
 from ..ops import qk_norm_rope, reference
 from ..ops.attention import attention_among
-from ..ops.descriptions import Keys, Norm, QkNorm, Rope
+from ..ops.descriptions import Keys, Norm, Rope
 from ..ops.registration import in_transform, needs_gradient
 from ..version import cpu_name
 from .frozen import Frozen
 from .parts import BlockParts, sources, tensor_of
 
-GRAPH_TOKENS = 32
-"""Number of tokens from which oneDNN Graph computes attention: 17 tokens were slower than with flash, 37 faster."""
-GRAPHS = 64
-"""Number of shapes for which attention compiled by oneDNN Graph is cached."""
+GRAPH_TOKENS = 32  # from which oneDNN Graph computes attention: 17 tokens were slower than with flash, 37 faster
+GRAPHS = 64  # shapes for which attention compiled by oneDNN Graph is cached
+# Largest size of a linear layer's output per thread; images run in groups that do not exceed it. malloc often returns
+# larger buffers to the system, and page faults took a fifth of the time of vit_tiny at batch 8 in bf16.
 HIDDEN_BYTES = 2**21
-"""Largest size of a linear layer's output per thread; images run in groups that do not exceed it.
-
-malloc often returns larger buffers to the system, so that the next call causes page faults. They took a fifth of the
-time of vit_tiny at batch 8 in bf16. 1 MB was 4 to 5 % slower, 4 MB up to 8 %.
-"""
-ROWS = 256
-"""Number of tokens that weights are packed for. The layout supports any number; 5, 197 and 1,576 were measured."""
+ROWS = 256  # tokens that weights are packed for; the layout supports any number: 5, 197 and 1,576 were measured
 
 _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_.default,
@@ -95,37 +90,20 @@ class PackedLinear:
         return y if residual is None else y.add_(residual)
 
 
-class Steps(NamedTuple):
-    """The norms and linear layers of a block, in the order of computation."""
-
-    norm1: Norm
-    qkv: PackedLinear
-    heads: int
-    qk_norm: QkNorm | None
-    attention_scale: float | None
-    proj: PackedLinear
-    norm2: Norm
-    fc1: PackedLinear
-    gate: PackedLinear | None
-    inner_norm: Norm | None
-    fc2: PackedLinear
-
-
 class Packed(Frozen):
     """The packed linear layers of one block; packed again, like a `Frozen`, when the weights change."""
 
     every_source = True
-    _steps: Steps
 
     def _recompute(self) -> None:
         attention, mlp = self.attention, self.mlp
         hidden = mlp.activation if mlp.gate is None else None
-        self._steps = Steps(
+        self._steps = SimpleNamespace(
             norm1=attention.norm.now(),
             qkv=PackedLinear(*attention.qkv.tensors()),
             heads=attention.num_heads,
             qk_norm=None if attention.qk_norm is None else attention.qk_norm.now(),
-            attention_scale=attention.scale,
+            scale=attention.scale,
             proj=PackedLinear(*attention.with_scale(attention.proj)),
             norm2=mlp.norm.now(),
             fc1=PackedLinear(*mlp.fc1.tensors(), activation=hidden),
@@ -134,7 +112,7 @@ class Packed(Frozen):
             fc2=PackedLinear(*mlp.with_scale(mlp.fc2)),
         )
 
-    def steps(self) -> Steps:
+    def steps(self) -> Any:
         self.ensure_current()
         return self._steps
 
@@ -166,23 +144,23 @@ def run_packed(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _run_block(x: Tensor, step: Steps, rope: Rope | None, keys: Keys | None, outputs: int | None) -> Tensor:
-    norm1, qkv_linear, heads, qk_norm, scale, proj, norm2, fc1, gate, inner_norm, fc2 = step
-    qkv = qkv_linear(_normalize(x, norm1))
-    qkv = qkv.view(*qkv.shape[:-1], 3, heads, -1)
-    if rope is not None or qk_norm is not None:
-        qkv = qk_norm_rope(qkv, qk_norm=qk_norm, rope=rope, backend="sdpa")
+def _run_block(x: Tensor, step: Any, rope: Rope | None, keys: Keys | None, outputs: int | None) -> Tensor:
+    qkv = step.qkv(_normalize(x, step.norm1))
+    qkv = qkv.view(*qkv.shape[:-1], 3, step.heads, -1)
+    if rope is not None or step.qk_norm is not None:
+        qkv = qk_norm_rope(qkv, qk_norm=step.qk_norm, rope=rope, backend="sdpa")
     if keys is None:
-        mixed = _attend(qkv, scale, outputs)
+        mixed = _attend(qkv, step.scale, outputs)
         x = x if outputs is None else x[:, :outputs].contiguous()
     else:
-        mixed = attention_among(qkv, keys, scale=scale, backend="sdpa").flatten(-2)
-    x = proj(mixed, x)
-    normed = _normalize(x, norm2)
-    hidden = fc1(normed) if gate is None else gate(normed).mul_(fc1(normed))
-    if inner_norm is not None:
-        hidden = _normalize(hidden, inner_norm)
-    return fc2(hidden, x)
+        mixed = attention_among(qkv, keys, scale=step.scale, backend="sdpa").flatten(-2)
+    x = step.proj(mixed, x)
+    normed = _normalize(x, step.norm2)
+    hidden = step.fc1(normed) if step.gate is None else step.gate(normed).mul_(step.fc1(normed))
+    if step.inner_norm is not None:
+        hidden = _normalize(hidden, step.inner_norm)
+    y: Tensor = step.fc2(hidden, x)
+    return y
 
 
 def _attend(qkv: Tensor, scale: float | None, outputs: int | None) -> Tensor:

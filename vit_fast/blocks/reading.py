@@ -155,16 +155,13 @@ class Reader(Inspector):
         if not self._check_classes(inside):
             return None
         parts = MlpParts(
-            norm=self.norm(norm),
-            fc1=self._joined((fc1,), None if gate_chunk is None else 1 - gate_chunk),
+            norm=self.norm(norm), fc1=self._joined((fc1,), None if gate_chunk is None else 1 - gate_chunk),
             gate=None if gate is None and gate_chunk is None else self._joined((gate or fc1,), gate_chunk),
             activation=self.activation(activation),
             inner_norm=None if inner_norm is None or self._is_absent(inner_norm) else self.norm(inner_norm),
-            fc2=self.linear(fc2),
-            layer_scale=self._layer_scale(layer_scale),
-            drop_path=self._drop_path(drop_path),
+            fc2=self.linear(fc2), layer_scale=self._layer_scale(layer_scale), drop_path=self._drop_path(drop_path),
             dropouts=tuple(map(self.dropout, dropouts)),
-        )
+        )  # fmt: skip
         return self._if_fusible(parts, empty)
 
     def attention(
@@ -182,18 +179,12 @@ class Reader(Inspector):
         if not self._check_classes(inside):
             return None
         parts = AttentionParts(
-            module=self.watch(module),
-            norm=self.norm(norm),
-            qkv=self._joined(qkv, None, biases),
-            qk_norm=None if qk_norm is None else self._qk_norm(*qk_norm, qk_norm_over),
-            num_heads=num_heads,
-            scale=scale,
-            proj=self.linear(proj, LINEAR_CLASSES),
-            layer_scale=self._layer_scale(layer_scale),
-            drop_path=self._drop_path(drop_path),
-            dropouts=(*map(self.dropout, dropouts), *map(self.slot, rates)),
+            module=self.watch(module), norm=self.norm(norm), qkv=self._joined(qkv, None, biases),
+            qk_norm=None if qk_norm is None else self._qk_norm(*qk_norm, qk_norm_over), num_heads=num_heads,
+            scale=scale, proj=self.linear(proj, LINEAR_CLASSES), layer_scale=self._layer_scale(layer_scale),
+            drop_path=self._drop_path(drop_path), dropouts=(*map(self.dropout, dropouts), *map(self.slot, rates)),
             rotates_halves=rotates_halves,
-        )
+        )  # fmt: skip
         return self._if_fusible(parts, empty)
 
     def _check_classes(self, modules: Mapping[str, Classes] | None) -> bool:

@@ -20,8 +20,7 @@ from ..quantization.fp8 import IMAGES, EmulatedBlock, as_model_input, emulate
 from ..quantization.schemes import Observation, Observer, Scheme, first_near_best, power_of_two, smoothing_scale
 from .fuse import sharing_copy
 
-BATCH = 16
-"""Images per batch, if they are given as one tensor."""
+BATCH = 16  # images per batch, if they are given as one tensor
 E4M3 = Scheme("e4m3", power_of_two=True)
 
 

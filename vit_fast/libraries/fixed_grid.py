@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ..blocks.fused import FusedModule
 from ..config import Size
-from ..errors import raise_unsupported
-from .interface.image_model import Head, ImageModel, comes_from, pair
+from ..errors import pair, raise_unsupported
+from .interface.image_model import Head, ImageModel, comes_from
 from .transformers.graph_towers import embed_patches, grid_layout, patchify, resizing_weights, version_reasons
 
 QWEN = ("Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel")
@@ -49,7 +49,7 @@ class FixedGrid(nn.Module):
         self.merge = facts.spatial_merge_size if self.is_qwen else 1
         names = ("in_channels", "num_channels", "in_chans")
         self.channels = int(next(getattr(facts, name) for name in names if hasattr(facts, name)))
-        self.image_hw, self.patch_hw = pair(image_hw), pair(facts.patch_size)
+        self.image_hw, self.patch_hw = pair("image_hw", image_hw), pair("patch_size", facts.patch_size)
         cell = tuple(side * self.merge for side in self.patch_hw)
         if any(pixels < side or pixels % side for pixels, side in zip(self.image_hw, cell)):
             wanted = f"{cell[0]}" if cell[0] == cell[1] else f"{cell}"

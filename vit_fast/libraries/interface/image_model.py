@@ -113,9 +113,3 @@ def switch(undo: contextlib.ExitStack, owner: Any, attribute: str, value: Any) -
     """Sets an attribute until `undo` closes."""
     undo.callback(setattr, owner, attribute, getattr(owner, attribute))
     setattr(owner, attribute, value)
-
-
-def pair(value: Any) -> Size:
-    """Returns height and width; one number sets both."""
-    height, width = (value, value) if isinstance(value, int) else value
-    return int(height), int(width)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ...config import DataConfig, RopeConfig, Size, ViTConfig
-from ...errors import UnsupportedInputError, raise_unsupported
+from ...errors import UnsupportedInputError, pair, raise_unsupported
 from ...positions import rope_of
 from ...variants import get_variant
-from ..interface.image_model import Facts, ImageModel, comes_from, pair, switch
+from ..interface.image_model import Facts, ImageModel, comes_from, switch
 from ..interface.weight_names import Converted, Rule, config_reasons, parts, rename, with_key_biases
 
 NAME = "timm"
@@ -119,8 +119,8 @@ def recognize(model: Any) -> ImageModel | None:
     names = tuple(pretrained.get("label_names") or ())
     return TimmModel(
         model=model, library=NAME, name=str(pretrained.get("architecture") or type(model).__name__),
-        image_hw=pair(patch_embed.img_size), in_chans=patch_embed.proj.in_channels,
-        patch_hw=pair(patch_embed.patch_size), depth=len(model.blocks),
+        image_hw=pair("img_size", patch_embed.img_size), in_chans=patch_embed.proj.in_channels,
+        patch_hw=pair("patch_size", patch_embed.patch_size), depth=len(model.blocks),
         attentions=len(model.blocks) + (getattr(model, "attn_pool", None) is not None),
         num_classes=int(model.num_classes), data_config=data_config,
         class_names=names if names and len(names) == model.num_classes else None,

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...config import Size
-from ...errors import raise_unsupported
+from ...errors import pair, raise_unsupported
 from ...ops.descriptions import Keys
-from ..interface.image_model import comes_from, pair
+from ..interface.image_model import comes_from
 from ..interface.packed_tower import Call, ImageTower, PackedTower, PaddedTower, pad_to, read_grids
 from .families import LIKE_QWEN
 from .self_attention import KEYS
@@ -208,7 +208,7 @@ def packed_tower(tower: Any) -> PackedTower | None:
     size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     if not size or not patch or "pixel_values" not in takes or "patch_attention_mask" in takes:  # read on the host
         return None
-    (height, width), (rows, columns) = pair(size), pair(patch)
+    (height, width), (rows, columns) = pair("image_size", size), pair("patch_size", patch)
     shape, tokens = (getattr(config, "num_channels", 3), height, width), (height // rows) * (width // columns)
     return ImageTower(tower, shape, tokens, next(tower.parameters()))
 

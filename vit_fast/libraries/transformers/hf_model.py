@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config import DataConfig, Interpolation, RopeConfig, ViTConfig
-from ...errors import raise_unsupported
-from ..interface.image_model import Facts, Head, ImageModel, comes_from, pair, required_input_reasons, switch
+from ...errors import pair, raise_unsupported
+from ..interface.image_model import Facts, Head, ImageModel, comes_from, required_input_reasons, switch
 from ..interface.weight_names import PLAIN_VIT, Converted, Rule, config_reasons, parts, rename, with_key_biases
 
 NAME = "transformers"
@@ -269,7 +269,8 @@ def recognize(model: Any) -> ImageModel | None:
     pooling = any("MultiheadAttentionPoolingHead" in type(module).__name__ for module in model.modules())
     return TransformersModel(
         model=model, library=NAME, name=getattr(config, "name_or_path", "") or type(model).__name__,
-        image_hw=pair(config.image_size), in_chans=int(config.num_channels), patch_hw=pair(config.patch_size),
+        image_hw=pair("image_size", config.image_size), in_chans=int(config.num_channels),
+        patch_hw=pair("patch_size", config.patch_size),
         depth=depth, attentions=depth + pooling, num_classes=int(config.num_labels) if classifies else 0,
         class_names=names if classifies and not are_placeholders else None, config=config.to_diff_dict(),
     )  # fmt: skip
