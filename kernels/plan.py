@@ -189,7 +189,7 @@ class _Recorder(TorchDispatchMode):
         try:
             values = [self._planned_value(everything[name]) for name in ready.names]
             self._steps.append(PlannedLaunch(ready, (x, y, z), values))
-        except LookupError:  # also if Triton's launcher has other internals
+        except (LookupError, AttributeError):  # also if Triton's launcher has other internals
             self._failed = True
 
     def _planned_value(self, value: Any) -> Any:

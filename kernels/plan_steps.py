@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from triton.backends.nvidia import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Ready
@@ -94,15 +95,27 @@ class PlannedLaunch:
         if ready.compiled.run.global_scratch_size or ready.compiled.run.profile_scratch_size:
             raise UnplannableError("the launcher needs scratch memory")
         self._launch, noted, encoders = _intercept(ready.compiled, grid, values)
-        self._nested = isinstance(noted[-1], list | tuple)  # triton 3.7 passes kernel arguments as one sequence
-        self._front = tuple(noted[4:-1]) if self._nested else ()
-        self.arguments = list(noted[-1] if self._nested else noted[4:])
+        self._front: tuple[Any, ...] | None = None
+        self.arguments: list[Any] = []  # tuples that contain addresses are flattened
+        self._tuples: list[slice] = []  # these tuples, last first, if the launcher takes tuples
+        if isinstance(noted[-1], list | tuple):  # triton 3.7 passes kernel arguments as one sequence
+            # it flattens tuples and drops constants in every launch; do this once, and declare flat arguments
+            kinds = driver.expand_signature(
+                ready.compiled.src.signature.values(), ready.compiled.metadata.tensordesc_meta
+            )
+            self.arguments += _without_constants(kinds, noted[-1])
+            declared = [driver.PyKernelArg(nested_tuple=None, type=driver.ARG_KERNEL)] * len(noted[-2])
+            self._front = (*noted[4:-3], declared, noted[-2])
+            if len(declared) != len(self.arguments):
+                raise UnplannableError("the launcher takes another number of arguments")
+        else:
+            for value in noted[4:]:
+                if isinstance(value, tuple) and any(isinstance(member, At) for member in value):
+                    self._tuples.insert(0, slice(len(self.arguments), len(self.arguments) + len(value)))
+                    self.arguments += value
+                else:
+                    self.arguments.append(value)
         self.pointers = {place: at for place, at in enumerate(self.arguments) if isinstance(at, At)}
-        self.tuples = {
-            place: list(value)
-            for place, value in enumerate(self.arguments)
-            if isinstance(value, tuple) and any(isinstance(member, At) for member in value)
-        }
         places = [place for place, value in enumerate(self.arguments) if type(value).__name__ == "PyCUtensorMap"]
         if len(places) != len(encoders):
             raise UnplannableError("a tensor descriptor was not converted to a tensor map")
@@ -111,32 +124,33 @@ class PlannedLaunch:
     def prepare(self) -> None:
         """Collects the positions of addresses in the argument list. Must be called after values are renumbered."""
         self._at_pointers = [(place, at.value, at.offset) for place, at in self.pointers.items()]
-        self._at_tuples = [
-            (place, members, [(index, at.value, at.offset) for index, at in enumerate(members) if isinstance(at, At)])
-            for place, members in self.tuples.items()
-        ]
         self._at_maps = [(place, maps.at.value, maps.at.offset, maps) for place, maps in self.maps.items()]
 
     def uses(self) -> list[int]:
-        in_tuples = (at for members in self.tuples.values() for at in members if isinstance(at, At))
-        return [at.value for at in (*self.pointers.values(), *in_tuples, *(maps.at for maps in self.maps.values()))]
+        return [at.value for at in (*self.pointers.values(), *(maps.at for maps in self.maps.values()))]
 
     def __call__(self, stream: int, values: Values, addresses: list[int]) -> None:
         arguments = self.arguments.copy()
         for place, value, offset in self._at_pointers:
             arguments[place] = addresses[value] + offset
-        for place, members, pointers in self._at_tuples:
-            members = members.copy()
-            for index, value, offset in pointers:
-                members[index] = addresses[value] + offset
-            arguments[place] = tuple(members)
         for place, value, offset, maps in self._at_maps:
             address = addresses[value] + offset
             arguments[place] = maps.cached.get(address) or maps.encode(address)
-        if self._nested:
+        if self._front is not None:
             self._launch(*self.grid, stream, *self._front, arguments)
-        else:
-            self._launch(*self.grid, stream, *arguments)
+            return
+        for members in self._tuples:
+            arguments[members] = [tuple(arguments[members])]
+        self._launch(*self.grid, stream, *arguments)
+
+
+def _without_constants(kinds: Sequence[Any], arguments: Sequence[Any]) -> Iterator[Any]:
+    """Yields the arguments that the compiled kernel takes, those in tuples one by one."""
+    for kind, value in zip(kinds, arguments):
+        if isinstance(kind, tuple):
+            yield from _without_constants(kind, value)
+        elif kind != "constexpr":
+            yield value
 
 
 def _intercept(

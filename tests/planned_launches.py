@@ -50,12 +50,27 @@ def listen() -> None:
 
     def wrap_taped(launcher: Any, *args: Any) -> Any:
         def taped(*arguments: Any) -> None:
-            getattr(tapes, "tape", []).append((launcher, *arguments))
+            *front, last = arguments
+            if isinstance(last, list | tuple):  # triton 3.7: [..., declarations, signature, arguments]
+                declared = front.pop(-2)
+                last = list(_declared(declared, last))
+            getattr(tapes, "tape", []).append((launcher, *front, last))
             launcher(*arguments)
 
         return wrap(taped, *args)
 
     nvidia.wrap_handle_tensordesc = wrap_taped
+
+
+def _declared(declarations: Any, arguments: Any) -> Iterator[Any]:
+    """Yields the arguments that the C launcher of triton 3.7 passes to a kernel, as declared by PyKernelArg structs."""
+    for declaration, value in zip(declarations, arguments, strict=True):
+        address = id(declaration) + object.__basicsize__
+        kind = ctypes.c_int.from_address(address + 8).value
+        if kind == nvidia.ARG_TUPLE:
+            yield from _declared(ctypes.py_object.from_address(address).value, value)
+        elif kind == nvidia.ARG_KERNEL:
+            yield value
 
 
 def taped(call: Callable[[], Any]) -> tuple[list[list[Any]], Any]:

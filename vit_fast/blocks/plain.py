@@ -166,9 +166,10 @@ class Watch:
             if now is not value and now != value:
                 return False
         for attributes, name in self._absent:
-            for place in (attributes, attributes["_modules"], attributes["_parameters"]):
-                if place.get(name) is not None:
-                    return False
+            if attributes.get(name) is not None or attributes["_modules"].get(name) is not None:
+                return False
+            if attributes["_parameters"].get(name) is not None:
+                return False
         for other, name, value in self._others:  # noqa: SIM110
             if getattr(other, name, None) != value:
                 return False
