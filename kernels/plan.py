@@ -251,7 +251,12 @@ class _Recorder(TorchDispatchMode):
                 step.prepare()
         drops = _last_uses(self._steps, {view.at.value for view in outputs}, self._inputs)
         kernels = tuple(self._kernels.values())
-        return LaunchPlan(self._device, buffers, tuple(zip(self._steps, drops)), outputs, single, kernels)
+        allocated = {self._inputs + number: buffer for number, buffer in enumerate(buffers)}
+        returned = []
+        for view in outputs:
+            is_whole = not view.at.offset and allocated.get(view.at.value) == (view.shape, view.stride, view.dtype)
+            returned.append((view.at.value, None if is_whole else view))
+        return LaunchPlan(self._device, buffers, tuple(zip(self._steps, drops)), tuple(returned), single, kernels)
 
     def _arrange(self, outputs: Sequence[View]) -> tuple[dict[int, At], tuple[Any, ...]]:
         """Returns {recorded value: At(final number, offset)}, and (shape, stride, dtype) of each buffer."""

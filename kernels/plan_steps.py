@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from triton.backends.nvidia import driver
+from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Ready
@@ -100,11 +100,11 @@ class PlannedLaunch:
         self._tuples: list[slice] = []  # these tuples, last first, if the launcher takes tuples
         if isinstance(noted[-1], list | tuple):  # triton 3.7 passes kernel arguments as one sequence
             # it flattens tuples and drops constants in every launch; do this once, and declare flat arguments
-            kinds = driver.expand_signature(
+            kinds = nvidia.expand_signature(
                 ready.compiled.src.signature.values(), ready.compiled.metadata.tensordesc_meta
             )
             self.arguments += _without_constants(kinds, noted[-1])
-            declared = [driver.PyKernelArg(nested_tuple=None, type=driver.ARG_KERNEL)] * len(noted[-2])
+            declared = [nvidia.PyKernelArg(nested_tuple=None, type=nvidia.ARG_KERNEL)] * len(noted[-2])
             self._front = (*noted[4:-3], declared, noted[-2])
             if len(declared) != len(self.arguments):
                 raise UnplannableError("the launcher takes another number of arguments")
@@ -214,7 +214,7 @@ class LaunchPlan:
     device: torch.device
     buffers: tuple[tuple[Sequence[int], Sequence[int], torch.dtype], ...]  # shape, strides and dtype
     steps: tuple[tuple[Step, tuple[int, ...]], ...]  # each with the numbers of the values to free after it
-    outputs: tuple[View, ...]
+    outputs: tuple[tuple[int, View | None], ...]  # number of a value, and the view unless the output is the value
     single: bool  # the result is one tensor, not a tuple
     kernels: tuple[Any, ...]
 
@@ -234,9 +234,8 @@ class LaunchPlan:
             step(stream, values, addresses)
             for value in drops:
                 values[value] = None
-        if self.single:
-            return self.outputs[0].of(values)
         outputs = []
-        for view in self.outputs:
-            outputs.append(view.of(values))  # in Python 3.11, a comprehension costs a function call
-        return outputs
+        for value, view in self.outputs:
+            # in Python 3.11, a comprehension costs a function call
+            outputs.append(values[value] if view is None else view.of(values))
+        return outputs[0] if self.single else outputs
