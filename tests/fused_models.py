@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -28,16 +29,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to fuse: make() builds it, inputs() draws random inputs, output() returns one tensor of its result."""
+    """A model to fuse: make(depth) builds it, inputs() draws inputs, output() returns one tensor of its result."""
 
-    make: Callable[[], nn.Module]
+    make: Callable[..., nn.Module]
     inputs: Callable[..., dict[str, Tensor]]
     output: Callable[[Any], Tensor] = lambda result: result
 
-    def build(self) -> nn.Module:
+    def build(self, depth: int = 2) -> nn.Module:
         """Returns the model with random parameters. Zero biases and unit scales would hide mistakes."""
         torch.manual_seed(0)
-        model = self.make()
+        model = self.make(depth)
         for parameter in model.parameters():
             is_vector = parameter.dim() == 1
             std = 0.3 if is_vector else max(parameter[:1].numel(), 1) ** -0.5
@@ -60,9 +61,9 @@ def _skip_if_unknown(library: str, known: bool, model: str) -> None:
 
 
 def timm_subject(name: str, size: int = IMAGE, **overrides: Any) -> Subject:
-    def make() -> nn.Module:
+    def make(depth: int = 2) -> nn.Module:
         timm = pytest.importorskip("timm")
-        settings = {"img_size": size, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5} | overrides
+        settings = {"img_size": size, "depth": depth, "embed_dim": 64, "num_heads": 2, "num_classes": 5} | overrides
         if isinstance(settings.get("mlp_layer"), str):
             settings["mlp_layer"] = getattr(timm.layers, settings["mlp_layer"])
         _skip_if_unknown("timm", timm.is_model(name), name)
@@ -76,29 +77,35 @@ def timm_subject(name: str, size: int = IMAGE, **overrides: Any) -> Subject:
 
 
 def tiny_timm(name: str = "vit_tiny_patch16_224", depth: int = 1, **settings: Any) -> Any:
-    return timm_subject(name, depth=depth, **settings).make()
+    return timm_subject(name, **settings).make(depth)
 
 
-def transformers_subject(model: str, config: str, pick: str = "last_hidden_state", **overrides: Any) -> Subject:
-    def make() -> nn.Module:
+def transformers_subject(model: str, pick: str = "last_hidden_state", **overrides: Any) -> Subject:
+    """Returns a model of transformers, named by its class or by its path in `transformers.models`."""
+
+    def make(depth: int = 2) -> nn.Module:
         transformers = pytest.importorskip("transformers")
-        settings = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
-        settings |= {"patch_size": 16, **({} if "num_patches" in overrides else {"image_size": IMAGE}), **overrides}
         home, _, name = model.rpartition(".")
         folder = f"transformers.models.{home.partition('.')[0]}"
         _skip_if_unknown("transformers", not home or importlib.util.find_spec(folder) is not None, model)
         owner = importlib.import_module(f"transformers.models.{home}") if home else transformers
         _skip_if_unknown("transformers", hasattr(owner, name), model)
-        return getattr(owner, name)(getattr(owner, config)(**settings))
+        cls = getattr(owner, name)
+        settings = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128, "image_size": IMAGE}
+        settings |= {"num_hidden_layers": depth, "depth": depth, "patch_size": 16}
+        given, defaults = dict(overrides), cls.config_class()
+        for field, value in settings.items():
+            default = getattr(defaults, field, None)
+            if isinstance(default, int | list | tuple):
+                given.setdefault(field, value if isinstance(default, int) else [value] * len(default))
+        return cls(cls.config_class(**given))  # type: ignore[no-any-return]  # of transformers
 
     return Subject(make, images("pixel_values"), lambda result: getattr(result, pick))
 
 
 def vitpose_subject(**overrides: Any) -> Subject:
-    settings = {"image_size": [32, 32], "patch_size": [16, 16], "mlp_ratio": 2, "out_indices": [2]} | overrides
-    path = "vitpose_backbone.VitPoseBackbone"
-    make = transformers_subject(path, "VitPoseBackboneConfig", **settings).make
-    return Subject(make, images("pixel_values"), lambda result: result.feature_maps[-1])
+    subject = transformers_subject("vitpose_backbone.VitPoseBackbone", mlp_ratio=2, out_indices=[2], **overrides)
+    return dataclasses.replace(subject, output=lambda result: result.feature_maps[-1])
 
 
 def torchvision_vit(depth: int = 2, **dropout: float) -> nn.Module:
@@ -106,12 +113,12 @@ def torchvision_vit(depth: int = 2, **dropout: float) -> nn.Module:
     return models.VisionTransformer(IMAGE, 16, depth, 2, hidden_dim=64, mlp_dim=128, num_classes=5, **dropout)
 
 
-def torch_encoder(dropout: float = 0.0) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(64, 2, 128, dropout, "gelu", norm_first=True, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+def torch_encoder(depth: int = 2, dropout: float = 0.0) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 2, 128, dropout, "relu", norm_first=True, batch_first=True)
+    return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
 
 
-def plain_vit(name: str = "vit_tiny_patch16_224", depth: int = 2, **fields: Any) -> nn.Module:
+def plain_vit(depth: int = 2, name: str = "vit_tiny_patch16_224", **fields: Any) -> nn.Module:
     """Returns a small model of vit-fast, not fused."""
     sizes = {"img_size": IMAGE, "depth": depth, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
     config = vit_fast.variants.get_variant(name).config.replace(**sizes, **fields)
@@ -132,7 +139,7 @@ SUBJECTS: dict[str, Subject] = {
     "timm-dinov2-registers": timm_subject("vit_small_patch14_reg4_dinov2", size=28),
     "timm-clip-quickgelu": timm_subject("vit_base_patch32_clip_quickgelu_224"),
     "timm-siglip": timm_subject("vit_base_patch16_siglip_224"),
-    "timm-qk-norm": timm_subject("vit_tiny_patch16_224", qk_norm=True),
+    "timm-qk-norm": timm_subject("vit_tiny_patch16_224", qk_norm=True, embed_dim=128),
     "timm-dinov3": timm_subject("vit_small_patch16_dinov3"),
     "timm-perception-encoder": timm_subject("vit_pe_core_tiny_patch16_384", attn_pool_num_heads=2),
     "timm-eva02": timm_subject("eva02_tiny_patch14_224", size=28),
@@ -143,73 +150,38 @@ SUBJECTS: dict[str, Subject] = {
     "timm-deepseek": timm_subject("deepseek_vit_412m", size=28),
     "timm-qwen3": timm_subject("qwen3_vit_88m"),
     "timm-rope-mixed": timm_subject("vit_small_patch16_rope_mixed_ape_224"),
-    "transformers-vit": transformers_subject("ViTForImageClassification", "ViTConfig", "logits"),
-    "transformers-deit": transformers_subject("DeiTModel", "DeiTConfig"),
-    "transformers-dinov2": transformers_subject("Dinov2Model", "Dinov2Config", mlp_ratio=2),
-    "transformers-clip": transformers_subject("CLIPVisionModel", "CLIPVisionConfig", "pooler_output"),
-    "transformers-siglip": transformers_subject("SiglipVisionModel", "SiglipVisionConfig", "pooler_output"),
+    "transformers-vit": transformers_subject("ViTForImageClassification", "logits"),
+    "transformers-deit": transformers_subject("DeiTModel"),
+    "transformers-dinov2": transformers_subject("Dinov2Model", mlp_ratio=2),
+    "transformers-clip": transformers_subject("CLIPVisionModel", "pooler_output"),
+    "transformers-siglip": transformers_subject("SiglipVisionModel", "pooler_output"),
     "transformers-siglip2": Subject(
-        transformers_subject("Siglip2VisionModel", "Siglip2VisionConfig", num_patches=4).make,
+        transformers_subject("Siglip2VisionModel", num_patches=4).make,
         _siglip2_inputs,
         lambda result: result.pooler_output,
     ),
-    "transformers-beit": transformers_subject("BeitModel", "BeitConfig", use_relative_position_bias=True),
-    "transformers-dinov2-giant": transformers_subject("Dinov2Model", "Dinov2Config", use_swiglu_ffn=True),
-    "transformers-dinov3": transformers_subject("DINOv3ViTModel", "DINOv3ViTConfig", num_register_tokens=4),
+    "transformers-beit": transformers_subject("BeitModel", use_relative_position_bias=True),
+    "transformers-dinov2-giant": transformers_subject("Dinov2Model", use_swiglu_ffn=True),
+    "transformers-dinov3": transformers_subject("DINOv3ViTModel", num_register_tokens=4),
     "transformers-dinov3-gated": transformers_subject(
-        "DINOv3ViTModel", "DINOv3ViTConfig", use_gated_mlp=True, hidden_act="silu", num_register_tokens=2
+        "DINOv3ViTModel", use_gated_mlp=True, hidden_act="silu", num_register_tokens=2
     ),
-    "transformers-aimv2": transformers_subject("Aimv2VisionModel", "Aimv2VisionConfig"),
+    "transformers-aimv2": transformers_subject("Aimv2VisionModel"),
     "transformers-internvl-6b": transformers_subject(
-        "InternVLVisionModel", "InternVLVisionConfig", norm_type="rms_norm", use_qk_norm=True,
-        image_size=[32, 32], patch_size=[16, 16],
+        "InternVLVisionModel", norm_type="rms_norm", use_qk_norm=True
     ),
     "transformers-vit-mae": Subject(
-        transformers_subject("ViTMAEModel", "ViTMAEConfig", mask_ratio=0.0).make,
+        transformers_subject("ViTMAEModel", mask_ratio=0.0).make,
         lambda: {"pixel_values": torch.randn(2, 3, IMAGE, IMAGE), "noise": torch.rand(2, 4)},
         lambda result: result.last_hidden_state,
     ),
-    "transformers-dpt": transformers_subject("DPTModel", "DPTConfig", backbone_out_indices=[0, 1]),
+    "transformers-dpt": transformers_subject("DPTModel", backbone_out_indices=[0, 1]),
     "transformers-vitpose": vitpose_subject(),
     "torchvision-vit": Subject(torchvision_vit, images("x")),
     "torch-encoder": Subject(torch_encoder, lambda: {"src": torch.randn(2, 5, 64)}),
     "vit-fast": Subject(plain_vit, images("images")),
+    "vit-fast-dinov3": Subject(functools.partial(plain_vit, name="vit_small_patch16_dinov3"), images("images")),
 }  # fmt: skip
-
-
-def of_depth(depth: int) -> dict[str, Subject]:
-    """Returns a model of this depth of each library."""
-    vit = transformers_subject("ViTForImageClassification", "ViTConfig", "logits", num_hidden_layers=depth)
-    return {
-        "timm": timm_subject("vit_tiny_patch16_224", depth=depth),
-        "transformers": vit,
-        "torchvision": Subject(functools.partial(torchvision_vit, depth), images("x")),
-        "vit-fast": Subject(functools.partial(plain_vit, depth=depth), images("images")),
-    }
-
-
-def rotary_of_depth(depth: int) -> dict[str, Subject]:
-    """Returns a model of this depth with rotary embeddings of each library that has one."""
-    plain = functools.partial(plain_vit, "vit_small_patch16_dinov3", depth)
-    peer = functools.partial(transformers_subject, "DINOv3ViTModel", "DINOv3ViTConfig", num_register_tokens=2)
-    return {
-        "timm, half": timm_subject("vit_small_patch16_dinov3", depth=depth),
-        "timm, interleaved, gated": timm_subject("eva02_tiny_patch14_224", size=28, depth=depth),
-        "timm, gated, norm inside": timm_subject("eva02_base_patch14_224", size=28, depth=depth),
-        "transformers": peer(num_hidden_layers=depth),
-        "transformers, gated": peer(num_hidden_layers=depth, use_gated_mlp=True, hidden_act="silu"),
-        "vit-fast": Subject(plain, images("images")),
-    }
-
-
-def qk_norm_of_depth(depth: int) -> dict[str, Subject]:
-    """Returns a model of this depth with norms of q and k and head_dim 64."""
-    sizes = {"depth": depth, "embed_dim": 128, "num_heads": 2}
-    return {
-        "timm": timm_subject("vit_tiny_patch16_224", qk_norm=True, **sizes),
-        "timm, half": timm_subject("vit_small_patch16_dinov3", qk_norm=True, **sizes),
-        "timm, RMSNorm": timm_subject("vit_tiny_patch16_224", qk_norm=True, norm_layer="rmsnorm", **sizes),
-    }
 
 
 LIBRARIES = {

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from fused_models import Subject, timm_subject
+from fused_models import Subject, timm_subject, transformers_subject
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -21,11 +20,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 Sizes = Sequence[tuple[int, int]]  # height and width in patches
 BATCHES: tuple[Sizes, ...] = (((4, 6), (2, 2), (8, 4)), ((2, 2),), ((10, 2), (2, 2)))
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "out_hidden_size": 32, "depth": 2, "num_heads": 2}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "out_hidden_size": 32, "num_heads": 2}
 QWEN = {**SIZES, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
 MIXED: Sizes = ((4, 6), (2, 2), (8, 4), (2, 4))
 BUDGETS = (16, 64)
-ENCODER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+ENCODER = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
 
 
 def grids(sizes: Sizes, frames: int = 1, values: int = 3 * 2 * 4 * 4) -> dict[str, Any]:
@@ -73,7 +72,7 @@ class Tower(Subject):
 
 
 def tower_of(
-    make: Callable[[], nn.Module], call: Callable[[Sizes], dict[str, Any]], output: Any = None, **rest: Any
+    make: Callable[..., nn.Module], call: Callable[[Sizes], dict[str, Any]], output: Any = None, **rest: Any
 ) -> Tower:
     return Tower(make, lambda batch=0: call(BATCHES[batch]), output or (lambda result: result), call, **rest)
 
@@ -84,16 +83,13 @@ def siglip2_outputs(outputs: Any, sizes: Sizes) -> list[Any]:
     return [leaf[mask] if isinstance(leaf, Tensor) and leaf.shape[:2] == mask.shape else leaf for leaf in leaves]
 
 
-def made(family: str, cls: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
-    """Returns a function that builds a class of a family of transformers."""
+def made(family: str, cls: str, **settings: Any) -> Callable[..., nn.Module]:
+    """Returns a function that builds a class of a family of transformers with a given depth."""
+    subject = transformers_subject(f"{family}.modeling_{family}.{cls}", **settings)
 
-    def make() -> nn.Module:
+    def make(depth: int = 2) -> nn.Module:
         pytest.importorskip("transformers", minversion="5.0")
-        configs, models = (
-            importlib.import_module(f"transformers.models.{family}.{kind}_{family}")
-            for kind in ("configuration", "modeling")
-        )
-        return getattr(models, cls)._from_config(getattr(configs, config)(**settings)).to(DEVICE)  # type: ignore[no-any-return]
+        return subject.make(depth).to(DEVICE)
 
     return make
 
@@ -106,7 +102,7 @@ def as_dictionary(sizes: Sizes) -> dict[str, Any]:
 
 def naflexvit(name: str, **settings: Any) -> Tower:
     subject = timm_subject(name, patch_size=4, init_values=None, **settings)
-    return tower_of(lambda: subject.make().to(DEVICE), naflex)
+    return tower_of(lambda depth=2: subject.make(depth).to(DEVICE), naflex)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -122,62 +118,55 @@ TOWER_CLASSES = {
 }
 
 
-def like_qwen(family: str, **sizes: Any) -> Tower:
-    name = LIKE_QWEN.get(family, "Qwen2VLVision")
+def like_qwen(family: str) -> Tower:
     settings = SETTINGS.get(family, {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]})
-    config = f"{name}EncoderConfig" if family == "qwen3_omni_moe" else f"{name}Config"
+    cls = TOWER_CLASSES.get(family, f"{LIKE_QWEN.get(family, 'Qwen2VLVision')}Model")
     values = 3 * 4 * 4 * (1 if family == "ernie4_5_vl_moe" else QWEN["temporal_patch_size"])
-    make = made(family, TOWER_CLASSES.get(family, f"{name}Model"), config, **QWEN | settings | sizes)
-    return tower_of(make, lambda sizes: grids(sizes, values=values), lambda result: result.pooler_output)
+    return tower_of(
+        made(family, cls, **QWEN | settings),
+        lambda sizes: grids(sizes, values=values),
+        lambda result: result.pooler_output,
+    )
 
 
-def towers_of_depth(depth: int) -> dict[str, Tower]:
-    """Returns the towers of transformers with this depth."""
-    sizes = ENCODER | {"num_hidden_layers": depth, "patch_size": 4}
-    pixtral = made("pixtral", "PixtralVisionModel", "PixtralVisionConfig", **sizes, image_size=40)
-    siglip = made("siglip2", "Siglip2VisionModel", "Siglip2VisionConfig", **sizes, num_patches=9)
-    idefics = made("idefics3", "Idefics3VisionTransformer", "Idefics3VisionConfig", **sizes, image_size=16)
-    return {
-        **{family: like_qwen(family, depth=depth) for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
-        # squared, because RMSNorm makes the sum of squares constant
-        "pixtral": tower_of(pixtral, padded_images, lambda result: result.last_hidden_state.square()),
-        "siglip2": tower_of(siglip, siglip2, lambda result: result.pooler_output, real=siglip2_outputs),
-        "idefics3": tower_of(idefics, squares, lambda result: result.last_hidden_state),
-    }
-
-
-def naflex_of_depth(depth: int) -> dict[str, Tower]:
-    """Returns NaFlexVits with this depth."""
-    gap = "naflexvit_base_patch16_gap"
-    return {
-        "averaged": naflexvit(gap, depth=depth),
-        "pooled by attention": naflexvit("naflexvit_base_patch16_siglip", depth=depth),
-        "rotary, a table an image": naflexvit(gap, depth=depth, rope_type="axial", class_token=True),
-        "any query": naflexvit(gap, depth=depth, use_key_only_attn_mask=True),
-    }
-
-
-def packed_of_depth(depth: int) -> dict[str, Tower]:
-    """Returns a tower for each way in which blocks get the sizes of images."""
-    names = ("qwen2_5_vl", "pixtral", "siglip2", "averaged", "rotary, a table an image")
-    every = towers_of_depth(depth) | naflex_of_depth(depth)
-    return {name: every[name] for name in names}
-
-
-TOWERS, NAFLEX = towers_of_depth(2), naflex_of_depth(2)
-IMAGES = ENCODER | {"image_size": 16, "patch_size": 4}
-INTERNVL = ENCODER | {"image_size": [16, 16], "patch_size": [4, 4]}
+FOURS = ENCODER | {"patch_size": 4}
+TOWERS: dict[str, Tower] = {
+    **{family: like_qwen(family) for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
+    "pixtral": tower_of(
+        made("pixtral", "PixtralVisionModel", **FOURS, image_size=40),
+        padded_images,
+        lambda result: result.last_hidden_state.square(),  # because RMSNorm makes the sum of squares constant
+    ),
+    "siglip2": tower_of(
+        made("siglip2", "Siglip2VisionModel", **FOURS, num_patches=9),
+        siglip2,
+        lambda result: result.pooler_output,
+        real=siglip2_outputs,
+    ),
+    "idefics3": tower_of(
+        made("idefics3", "Idefics3VisionTransformer", **FOURS, image_size=16),
+        squares,
+        lambda result: result.last_hidden_state,
+    ),
+}
+GAP = "naflexvit_base_patch16_gap"
+NAFLEX: dict[str, Tower] = {
+    "averaged": naflexvit(GAP),
+    "pooled by attention": naflexvit("naflexvit_base_patch16_siglip"),
+    "rotary, a table an image": naflexvit(GAP, rope_type="axial", class_token=True),
+    "any query": naflexvit(GAP, use_key_only_attn_mask=True),
+}
 # the towers that GraphRunner packs; one that needs no packing has images of one size
 FAMILIES: dict[str, Tower] = {
     **{name: TOWERS[name] for name in ("qwen2_vl", "pixtral", "siglip2")},
     **{family: like_qwen(family) for family in LIKE_QWEN},
     "naflexvit": dataclasses.replace(NAFLEX["averaged"], call=as_dictionary),
     "naflexvit, pooling head": naflexvit("naflexvit_base_patch16_map"),
-    "naflexvit, axial, registers": naflexvit(
-        "naflexvit_base_patch16_gap", rope_type="axial", reg_tokens=2, class_token=True
+    "naflexvit, axial, registers": naflexvit(GAP, rope_type="axial", reg_tokens=2, class_token=True),
+    "naflexvit, mixed": naflexvit(GAP, rope_type="mixed"),
+    "internvl": tower_of(
+        made("internvl", "InternVLVisionModel", **ENCODER, image_size=[16, 16], patch_size=[4, 4]), squares
     ),
-    "naflexvit, mixed": naflexvit("naflexvit_base_patch16_gap", rope_type="mixed"),
-    "internvl": tower_of(made("internvl", "InternVLVisionModel", "InternVLVisionConfig", **INTERNVL), squares),
-    "deepseek_vl": tower_of(made("siglip", "SiglipVisionModel", "SiglipVisionConfig", **IMAGES), squares),
+    "deepseek_vl": tower_of(made("siglip", "SiglipVisionModel", **FOURS, image_size=16), squares),
 }
 EVERY_CODE = ("qwen2_5_vl", "qwen3_vl", "glm4v", "pixtral", "siglip2", "naflexvit, mixed", "internvl")

@@ -32,30 +32,21 @@ def qwen(tower: torch.nn.Module, images: Tensor) -> Tensor:
     return out.unflatten(0, (len(images), -1))
 
 
-def patches_of(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns patches [B, N, 48] with the channels last, a mask [B, N] of ones, and height and width [B, 2]."""
+def padded(tower: torch.nn.Module, images: Tensor) -> Tensor:
+    """Returns the output of SigLIP 2 or NaFlexViT for patches with the channels last."""
     batch, _, height, width = images.shape
     cells = images.reshape(batch, 3, height // 4, 4, width // 4, 4).permute(0, 2, 4, 3, 5, 1)
     patches = cells.reshape(batch, -1, 3 * 4 * 4)
-    shapes = torch.tensor([[height // 4, width // 4]] * batch, device=DEVICE)
-    return patches, torch.ones(patches.shape[:2], dtype=torch.bool, device=DEVICE), shapes
+    mask = torch.ones(patches.shape[:2], dtype=torch.bool, device=DEVICE)
+    if "Siglip2" in type(tower).__name__:
+        shapes = torch.tensor([[height // 4, width // 4]] * batch, device=DEVICE)
+        return tower(patches, mask.long(), shapes).pooler_output  # type: ignore[no-any-return]  # of transformers
+    grid = torch.cartesian_prod(*(torch.arange(side // 4, device=DEVICE) for side in (height, width)))
+    return tower(patches, grid.expand(batch, -1, -1), mask)  # type: ignore[no-any-return]  # of timm
 
 
-def siglip2(tower: torch.nn.Module, images: Tensor) -> Tensor:
-    patches, mask, shapes = patches_of(images)
-    out: Tensor = tower(patches, mask.long(), shapes).pooler_output
-    return out
-
-
-def naflex(tower: torch.nn.Module, images: Tensor) -> Tensor:
-    patches, mask, shapes = patches_of(images)
-    grid = torch.cartesian_prod(*(torch.arange(side, device=DEVICE) for side in shapes[0].tolist()))
-    out: Tensor = tower(patches, grid.expand(len(images), -1, -1), mask)
-    return out
-
-
-CALLS = {"qwen2_vl": qwen, "qwen2_5_vl": qwen, "siglip2": siglip2}
-CALLS |= dict.fromkeys(("naflexvit", "naflexvit, axial, registers", "naflexvit, pooling head"), naflex)
+CALLS = {"qwen2_vl": qwen, "qwen2_5_vl": qwen}
+CALLS |= dict.fromkeys(("siglip2", "naflexvit", "naflexvit, axial, registers", "naflexvit, pooling head"), padded)
 
 
 @pytest.mark.each_value

@@ -6,12 +6,12 @@ import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from fused_models import SUBJECTS, gradients
 from mlp_support import DEVICE
-from our_operators import OurOperators
 from torch import Tensor, nn
 
 import vit_fast
@@ -25,17 +25,11 @@ Change = Callable[[Any], object]
 
 
 @pytest.fixture
-def folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns a list that grows with each folding of weights."""
-    made: list[int] = []
-    fold = folding.fold_linears
-
-    def counted(*args: object) -> object:
-        made.append(1)
-        return fold(*args)  # type: ignore[arg-type]  # passed on
-
+def folds(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Counts foldings of weights."""
+    counted = Mock(wraps=folding.fold_linears)
     monkeypatch.setattr(folding, "fold_linears", counted)
-    return made
+    return counted
 
 
 def own_vit(**overrides: object) -> VisionTransformer:
@@ -58,61 +52,16 @@ def assert_current(model: VisionTransformer, x: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.fast_cases("timm-vit", "transformers-vit", "torchvision-vit", "timm-eva02")
-@pytest.mark.parametrize(
-    "name",
-    ["timm-vit", "transformers-vit", "torchvision-vit", "timm-dinov3", "timm-eva02", "transformers-dinov3-gated"],
-)
-def test_models_of_other_libraries(name: str, folds: list[int]) -> None:
-    subject = SUBJECTS[name]
-    model, inputs = subject.build().to(DEVICE).eval(), {k: v.to(DEVICE) for k, v in subject.inputs().items()}
-    with torch.no_grad():
-        before = subject.run(model, inputs)
-        vit_fast.fuse(model, "triton").require_all()
-        assert len(vit_fast.freeze(model)) == 2
-        folds.clear()
-        torch.testing.assert_close(subject.run(model, inputs), before, rtol=1e-3, atol=1e-3)
-        assert not folds
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
-        changed = subject.run(model, inputs)
-        vit_fast.unfuse(model)
-        torch.testing.assert_close(changed, subject.run(model, inputs), rtol=1e-3, atol=1e-3)
-
-
-def test_the_dtype_is_that_of_the_matmuls(folds: list[int]) -> None:
+def test_the_dtype_is_that_of_the_matmuls(folds: Mock) -> None:
     """A forward in another dtype folds in every call."""
     model, x = own_vit(), images()
     with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
         expected = model(x)
         vit_fast.freeze(model)
-        folds.clear()
-        assert torch.equal(model(x), expected) and not folds
+        folds.reset_mock()
+        assert torch.equal(model(x), expected) and not folds.called
     assert_current(model, x)
-    assert folds
-
-
-def _write(model: VisionTransformer) -> None:
-    with torch.no_grad():
-        model.blocks[1].norm1.weight.mul_(3)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_follows_changes(folds: list[int]) -> None:
-    model, x = own_vit(), images()
-    vit_fast.freeze(model)
-    seen = OurOperators()
-    compiled = torch.compile(model, fullgraph=True, backend=seen)
-    with torch.no_grad():
-        expected = model(x)
-        folds.clear()
-        torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
-        assert not folds, "frozen weights are tensors like others"
-        for change in (_write, vit_fast.unfreeze):
-            change(model)
-            expected = copy.deepcopy(model)(x)
-            torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
-    assert seen == ["block"] * len(model.blocks) * seen.graphs
+    assert folds.called
 
 
 def test_freeze_raises_errors_and_skips_blocks() -> None:
@@ -132,19 +81,12 @@ def test_freeze_raises_errors_and_skips_blocks() -> None:
 
 def test_a_step_of_sharded_weights_is_detected() -> None:
     """fully_shard gathers the shards that an optimizer updates into the same tensors, without counting these writes."""
-
-    class Shard(nn.Parameter):
-        pass
-
-    def step(parameter: nn.Parameter) -> None:
-        parameter.grad = torch.ones_like(parameter)
-        torch.optim.SGD([parameter], lr=0.1).step()
-
     model, x = own_vit(), images()
     vit_fast.freeze(model)
     before = assert_current(model, x)
-    weight = model.blocks[0].attn.qkv.weight
-    step(Shard(torch.zeros(1)))
+    weight, shard = model.blocks[0].attn.qkv.weight, type("Shard", (nn.Parameter,), {})(torch.zeros(1))
+    shard.grad = torch.ones_like(shard)
+    torch.optim.SGD([shard], lr=0.1).step()
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
         weight.mul_(-1)
     assert not torch.allclose(assert_current(model, x), before, atol=1e-3)
@@ -155,7 +97,8 @@ def test_other_streams_wait_for_recomputed_weights() -> None:
     model, x = own_vit(dtype=torch.bfloat16), images(torch.bfloat16)
     vit_fast.freeze(model)
     assert_current(model, x)
-    _write(model)
+    with torch.no_grad():
+        model.blocks[1].norm1.weight.mul_(3)
     torch.cuda.synchronize()
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.no_grad():
@@ -176,8 +119,8 @@ def test_frozen_in_inference_mode(created_inside: bool) -> None:
         model, x = own_vit() if created_inside else model, images()
         vit_fast.freeze(model)
         before = model(x)
-    with torch.inference_mode(created_inside):
-        _write(model)
+    with torch.inference_mode(created_inside), torch.no_grad():
+        model.blocks[1].norm1.weight.mul_(3)
         if created_inside:
             vit_fast.freeze(model)
         assert not torch.allclose(assert_current(model, x.clone()), before, atol=1e-3)
@@ -218,33 +161,15 @@ def cached(model: nn.Module) -> list[Tensor]:
     return tensors + [layer(torch.eye(layer.shape[1])) for layer in layers]
 
 
-def assert_updated(model: nn.Module, before: list[Tensor]) -> None:
-    """Checks that the cached weights equal those of a newly frozen copy, and differ from the old ones."""
-    twin = copy.deepcopy(model)
-    vit_fast.freeze(twin)
-    found, expected = cached(model), cached(twin)
-    assert len(found) == len(before) and all(map(torch.equal, found, expected))
-    assert not all(map(torch.equal, found, before))
+def _step(model: nn.Module, optimizer: type[torch.optim.Optimizer], **options: bool) -> None:
+    stepping: Any = optimizer(model.parameters(), lr=0.75, **options)  # type: ignore[call-arg]  # of every optimizer
+    torch.stack([p.square().sum() for p in model.parameters()]).sum().backward()
+    stepping.step()
 
 
-def _stepped(optimizer: type[torch.optim.Optimizer], **options: bool) -> Change:
-    def step(model: nn.Module) -> None:
-        stepping: Any = optimizer(model.parameters(), lr=0.75, **options)  # type: ignore[call-arg]  # of every optimizer
-        torch.stack([p.square().sum() for p in model.parameters()]).sum().backward()
-        stepping.step()
-
-    return step
-
-
-def _in_place(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-
-
+@torch.inference_mode()
 def _in_inference_mode(model: Any) -> None:
-    with torch.inference_mode():
-        model.blocks[0].mlp.fc1.weight[0].mul_(-3)
+    model.blocks[0].mlp.fc1.weight[0].mul_(-3)
 
 
 def _other_memory(model: nn.Module) -> None:
@@ -271,10 +196,9 @@ def _untracked(model: nn.Module) -> None:
 
 
 UPDATED: dict[str, Change] = {
-    "SGD, loop": _stepped(torch.optim.SGD, foreach=False),
-    "Adam, foreach": _stepped(torch.optim.Adam, foreach=True),
-    "AdamW, fused": _stepped(torch.optim.AdamW, fused=True),
-    "in place": _in_place,
+    "SGD, loop": lambda model: _step(model, torch.optim.SGD, foreach=False),
+    "Adam, foreach": lambda model: _step(model, torch.optim.Adam, foreach=True),
+    "AdamW, fused": lambda model: _step(model, torch.optim.AdamW, fused=True),
     "in inference mode": _in_inference_mode,
     "another parameter": _replace,
     "other memory": _other_memory,
@@ -285,9 +209,14 @@ UPDATED: dict[str, Change] = {
 
 @pytest.mark.parametrize("change", UPDATED)
 def test_cached_weights_are_updated(model: nn.Module, change: str) -> None:
+    """The cached weights equal those of a newly frozen copy, and differ from the old ones."""
     before = cached(model)
     UPDATED[change](model)
-    assert_updated(model, before)
+    twin = copy.deepcopy(model)
+    vit_fast.freeze(twin)
+    found, expected = cached(model), cached(twin)
+    assert len(found) == len(before) and all(map(torch.equal, found, expected))
+    assert not all(map(torch.equal, found, before))
 
 
 def _doubled(model: nn.Module) -> dict[str, Tensor]:

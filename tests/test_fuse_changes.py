@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import IMAGE, LIBRARIES, SUBJECTS, of_depth, plain_vit, rotary_of_depth, tiny_timm
+from fused_models import IMAGE, LIBRARIES, SUBJECTS, plain_vit, tiny_timm
 from kernel_support import DEVICE
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -227,7 +227,7 @@ PATHS = {"timm": "blocks", "torchvision": "encoder.layers", "vit-fast": "blocks"
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("library", PATHS)
 def test_operations_of_sequential_work(library: str, operation: str) -> None:
-    model = of_depth(3)[library].build().eval()
+    model = SUBJECTS[LIBRARIES[library]].build(3).eval()
     expected = OPERATIONS[operation](copy.deepcopy(model).get_submodule(PATHS[library]))
     vit_fast.fuse(model, "sdpa").require_all()
     blocks: Any = model.get_submodule(PATHS[library])
@@ -245,7 +245,7 @@ def test_operations_of_sequential_work(library: str, operation: str) -> None:
 
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
 def test_a_block_that_is_not_fused_in_a_fused_sequential(backend: str) -> None:
-    model, other = (of_depth(2)["timm"].build().eval() for _ in range(2))
+    model, other = (SUBJECTS["timm-vit"].build().eval() for _ in range(2))
     expected = nn.Sequential(*copy.deepcopy(model).blocks[:1], copy.deepcopy(other).blocks[1])
     vit_fast.fuse(model, backend)
     blocks = model.blocks[:1].append(other.blocks[1])
@@ -256,7 +256,7 @@ def test_a_block_that_is_not_fused_in_a_fused_sequential(backend: str) -> None:
 
 
 def test_a_slice_of_blocks_passes_rotary_positions() -> None:
-    model, images = rotary_of_depth(3)["vit-fast"].build().eval(), torch.randn(1, 3, IMAGE, IMAGE)
+    model, images = SUBJECTS["vit-fast-dinov3"].build(3).eval(), torch.randn(1, 3, IMAGE, IMAGE)
     model.blocks = model.blocks[:2]
     with torch.no_grad():
         expected = model(images)

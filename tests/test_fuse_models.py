@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -30,11 +32,16 @@ from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.blocks.fused import FusedModule
+from vit_fast.kernels.linear import folding
 
 BIASED = {"transformers-beit"}  # fuse skips attention with a relative position bias
 
 
-# unusual head_dim, hidden size, image size, activation and pooling
+def resized(name: str, height: int, width: int) -> Callable[[], dict[str, Tensor]]:
+    return lambda: {name: torch.randn(2, 3, height, width)}
+
+
+# unusual head_dim, hidden size, image size, activation, pooling and number of heads of k and v
 ODD = {
     "timm, odd sizes": timm_subject(
         "vit_tiny_patch16_224", size=48, embed_dim=72, num_heads=3, mlp_ratio=2.5, act_layer="gelu_tanh", reg_tokens=2,
@@ -44,8 +51,18 @@ ODD = {
         "vit_tiny_patch16_224", size=16, embed_dim=16, num_heads=2, act_layer="relu", global_pool="avg", qk_norm=True
     ),
     "transformers, tanh GELU": transformers_subject(
-        "Dinov2Model", "Dinov2Config", hidden_size=40, num_attention_heads=1, mlp_ratio=1,
+        "Dinov2Model", hidden_size=40, num_attention_heads=1, mlp_ratio=1,
         hidden_act="gelu_pytorch_tanh",
+    ),
+    "timm, grouped-query attention": timm_subject(
+        "vit_small_patch16_dinov3", attn_type="rope", qkv_fused=False, num_kv_heads=1, qk_norm=True, qkv_bias=True
+    ),
+    "timm, other image size": dataclasses.replace(SUBJECTS["timm-dinov3"], inputs=resized("x", 48, 64)),
+    "timm, gated, other image size": dataclasses.replace(
+        timm_subject("eva02_tiny_patch14_224", size=28, dynamic_img_size=True), inputs=resized("x", 42, 84)
+    ),
+    "transformers, other image size": dataclasses.replace(
+        SUBJECTS["transformers-dinov3"], inputs=resized("pixel_values", 48, 64)
     ),
 }  # fmt: skip
 MODELS = SUBJECTS | ODD
@@ -79,14 +96,27 @@ def on_device(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
 
 
-@pytest.mark.parametrize(
-    "name", ["timm-dinov2-registers", "timm-dinov3-gated", "transformers-internvl-6b", "torchvision-vit", "vit-fast"]
-)
-def test_the_triton_backend_is_as_accurate_as_the_formulas(name: str) -> None:
+FAST = ("timm-dinov2-registers", "timm-eva02", "transformers-vit", "transformers-internvl-6b", "torchvision-vit")
+
+
+@pytest.mark.fast_cases(*FAST)
+@pytest.mark.parametrize("name", [*FAST, "timm-dinov3-gated", "transformers-dinov3-gated", "vit-fast"])
+def test_the_triton_backend_is_as_accurate_as_the_formulas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when frozen, without folding weights in each call, and after changes of the weights."""
     subject = SUBJECTS[name]
-    model = subject.build().to(DEVICE)
+    model, inputs = subject.build().to(DEVICE), on_device(subject.inputs())
     vit_fast.fuse(model, backend="eager")
-    assert assert_fused_agrees(subject, model, on_device(subject.inputs()), "triton").backend == "triton"
+    assert assert_fused_agrees(subject, model, inputs, "triton").backend == "triton"
+    assert len(vit_fast.freeze(model.eval())) == 2
+    with torch.no_grad():
+        with monkeypatch.context() as patched:
+            patched.setattr(folding, "fold_linears", None)
+            subject.run(model, inputs)
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+        found = subject.run(model, inputs)
+        vit_fast.unfuse(model)
+        torch.testing.assert_close(found, subject.run(model, inputs), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -120,21 +150,7 @@ def test_the_report_groups_blocks_and_is_empty_for_other_models() -> None:
         report.require_all()
 
 
-# --- rotary embeddings: other image sizes, augmented or learned positions, grouped heads -------------------------
-
-RESIZED = {
-    "timm": (SUBJECTS["timm-dinov3"], (48, 64)),
-    "timm-eva02": (timm_subject("eva02_tiny_patch14_224", size=28, dynamic_img_size=True), (42, 84)),
-    "transformers": (SUBJECTS["transformers-dinov3"], (48, 64)),
-}
-
-
-@pytest.mark.parametrize("name", RESIZED)
-def test_other_image_sizes(name: str) -> None:
-    subject, size = RESIZED[name]
-    (key,) = subject.inputs()
-    assert_fused_agrees(subject, subject.build(), {key: torch.randn(2, 3, *size)}).require_all()
-
+# --- rotary embeddings: augmented or learned positions, calls without positions ---------------------------------
 
 AUGMENTED = {
     "jitter": {"rope_shift_coords": 0.3, "rope_jitter_coords": 1.5, "rope_rescale_coords": 2.0},
@@ -162,15 +178,6 @@ def test_augmented_positions(name: str, backend: str) -> None:
         )
 
 
-def test_grouped_query_attention_runs_between_the_modules() -> None:
-    subject = timm_subject(
-        "vit_small_patch16_dinov3", attn_type="rope", qkv_fused=False, num_kv_heads=1, qk_norm=True, qkv_bias=True
-    )
-    model, inputs = subject.build(), subject.inputs()
-    assert_fused_agrees(subject, model, inputs).require_all()
-    assert model.blocks[0].read().attention_reasons == ("attn.num_kv_groups must be 1, got 2",)
-
-
 def test_frozen_blocks_with_qk_norm_and_without_positions() -> None:
     """Freezing makes rotated pairs of q and k adjacent. A call without positions needs the original order."""
     subject = timm_subject("vit_small_patch16_dinov3", depth=1, embed_dim=128, qk_norm=True)
@@ -194,14 +201,10 @@ tokens, logits = SUBJECTS["torch-encoder"].inputs, SUBJECTS["torch-encoder"].out
 DROPPING: dict[str, Subject] = {
     "timm, attention": timm_subject("vit_tiny_patch16_224", attn_drop_rate=P),
     "timm, MLP": timm_subject("vit_tiny_patch16_224", proj_drop_rate=P),
-    "transformers": transformers_subject(
-        "DeiTModel", "DeiTConfig", attention_probs_dropout_prob=P, hidden_dropout_prob=P
-    ),
-    "transformers, pooling": transformers_subject(
-        "SiglipVisionModel", "SiglipVisionConfig", "pooler_output", attention_dropout=P
-    ),
+    "transformers": transformers_subject("DeiTModel", attention_probs_dropout_prob=P, hidden_dropout_prob=P),
+    "transformers, pooling": transformers_subject("SiglipVisionModel", "pooler_output", attention_dropout=P),
     "torchvision": Subject(functools.partial(torchvision_vit, dropout=P, attention_dropout=P), images("x"), logits),
-    "torch": Subject(functools.partial(torch_encoder, P), tokens, logits),
+    "torch": Subject(functools.partial(torch_encoder, dropout=P), tokens, logits),
     "vit-fast": Subject(functools.partial(plain_vit, proj_drop_rate=P, attn_drop_rate=P), images("images"), logits),
 }
 

@@ -99,9 +99,10 @@ def test_nan_in_one_image_stays_in_it() -> None:
 
 def test_a_whole_model_of_images_and_texts_is_fused() -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0")
-    texts = ENCODER | {"vocab_size": 50, "projection_size": 64, "max_position_embeddings": 8}
-    texts |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
-    config = transformers.Siglip2Config(text_config=texts, vision_config=ENCODER | {"num_patches": 9, "patch_size": 4})
+    vision = ENCODER | {"num_hidden_layers": 2, "num_patches": 9, "patch_size": 4}
+    texts = ENCODER | {"num_hidden_layers": 2, "vocab_size": 50, "projection_size": 64}
+    texts |= {"max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+    config = transformers.Siglip2Config(text_config=texts, vision_config=vision)
     torch.manual_seed(0)
     model = transformers.AutoModel.from_config(config).to(DEVICE)
     plain = copy.deepcopy(model)

@@ -31,11 +31,6 @@ def with_lora(name: str, model: nn.Module) -> nn.Module:
     return wrapped.eval()
 
 
-def case(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    subject = SUBJECTS[name]
-    return subject.build().to(DEVICE).eval(), {key: value.to(DEVICE) for key, value in subject.inputs().items()}
-
-
 def assert_alike(name: str, model: nn.Module, twin: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     with torch.no_grad():
         found, expected = (SUBJECTS[name].run(each, inputs) for each in (model, twin))
@@ -47,7 +42,8 @@ def assert_alike(name: str, model: nn.Module, twin: nn.Module, inputs: dict[str,
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
 @pytest.mark.parametrize("name", TARGETS)
 def test_an_adapter_on_a_fused_model_is_trained_and_merged(name: str, backend: str) -> None:
-    model, inputs = case(name)
+    model, inputs = SUBJECTS[name].build().to(DEVICE).eval(), SUBJECTS[name].inputs()
+    inputs = {key: value.to(DEVICE) for key, value in inputs.items()}
     twin = copy.deepcopy(model)
     vit_fast.fuse(model, backend).require_all()
     plain = assert_alike(name, model, twin, inputs)

@@ -36,7 +36,7 @@ def qwen() -> tuple[nn.Module, Inputs]:
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
     model, inputs = generator(
         "Qwen2_5_VL", TEXT | {"rope_parameters": rope, "head_dim": 16},
-        QWEN | {"window_size": 16, "fullatt_block_indexes": [1]}, (92, *[IMAGE] * 6, 93, 7, 92, IMAGE, 93),
+        QWEN | {"depth": 2, "window_size": 16, "fullatt_block_indexes": [1]}, (92, *[IMAGE] * 6, 93, 7, 92, IMAGE, 93),
         image_token_id=IMAGE, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93,
     )  # fmt: skip
     inputs |= {"pixel_values": torch.randn(28, 96), "image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])}
@@ -45,7 +45,7 @@ def qwen() -> tuple[nn.Module, Inputs]:
 
 def mistral() -> tuple[nn.Module, Inputs]:
     text = transformers.MistralConfig(**TEXT)
-    vision = transformers.PixtralVisionConfig(**ENCODER, image_size=32, patch_size=4)
+    vision = transformers.PixtralVisionConfig(**ENCODER, num_hidden_layers=2, image_size=32, patch_size=4)
     tokens = *[IMAGE] * 6, 7, *[IMAGE] * 4
     model, inputs = generator("Mistral3", text, vision, tokens, image_token_index=IMAGE, spatial_merge_size=2)
     sizes = torch.tensor([[16, 24], [16, 16]])

@@ -100,13 +100,6 @@ def test_errors(call: Callable[[], object], message: str) -> None:
         call()
 
 
-def test_a_runner_without_graphs_runs_the_model() -> None:
-    model = SUBJECTS["timm-vit"].build()
-    eager, images = vit_fast.GraphRunner(model, IMAGES, fallback="eager"), torch.randn(5, 3, 32, 32)
-    assert not eager.captured
-    torch.testing.assert_close(eager(images), model(images))
-
-
 def test_the_first_axis_of_outputs_must_be_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     with pytest.raises(vit_fast.UnsupportedInputError, match=r"first axis of each output .*4 images"):

@@ -72,18 +72,25 @@ import json
 import pytest
 import torch
 import vit_fast
+from fused_models import SUBJECTS, timm_subject
+from packed_towers import NAFLEX, TOWERS
 from vit_fast.kernels import plan
 from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.kernels.plan_steps import TorchCall
 driver = stand_in_driver.install("sm_90")
-counts, by_torch = {}, []
-for depth in (1, 3):
-    for library, subject in of_depth(depth).items():
+subjects = SUBJECTS | TOWERS | NAFLEX | {
+    "timm-eva02-base": timm_subject("eva02_base_patch14_224", size=28),
+    "timm-dinov3-qk-norm": timm_subject("vit_small_patch16_dinov3", qk_norm=True, embed_dim=128),
+}
+counts = {}
+for name in NAMES:
+    made, known = [], len(plan.plans())
+    for depth in (1, 3):
+        subject = subjects[name]
         try:
-            model = subject.build().bfloat16().eval()
+            model = subject.build(depth).bfloat16().eval()
         except pytest.skip.Exception:  # of a later release than the installed one
-            counts[library] = None
-            continue
+            break
         inputs = {
             name: tensor.bfloat16() if tensor.is_floating_point() else tensor
             for name, tensor in subject.inputs().items()
@@ -92,50 +99,47 @@ for depth in (1, 3):
         for _ in range(2):
             before = driver.counters().launches
             subject.run(model.train(), inputs).sum().backward()
-        made = [driver.counters().launches - before]
+        made.append([driver.counters().launches - before])
         model.eval()
         for frozen in (False, True):
             if frozen:
-                assert len(vit_fast.freeze(model)) == depth
+                assert len(vit_fast.freeze(model)) == depth, name
             with torch.no_grad():
                 subject.run(model, inputs)
                 before = driver.counters().launches
                 subject.run(model, inputs)
-            made.append(driver.counters().launches - before)
-        counts.setdefault(library, []).append(made)
-for planned in plan.plans():
-    by_torch += [str(step.operator) for step, _ in planned.steps if isinstance(step, TorchCall)]
-print(json.dumps([counts, by_torch]))
+            made[-1].append(driver.counters().launches - before)
+    else:
+        by_torch = [step for each in plan.plans()[known:] for step, _ in each.steps if isinstance(step, TorchCall)]
+        counts[name] = [*made, len(by_torch)]
+print(json.dumps(counts))
 """
 
 
-# For each set of models: launches per block of a training step, and the models with another number.
-TRAINING: dict[str, tuple[int, dict[str, int]]] = {
-    "of_depth": (17, {}),
-    # gradients of q and k are rotated in place; LayerScale multiplies weights; an inner norm needs three launches
-    "rotary_of_depth": (19, {"timm, interleaved, gated": 18, "timm, gated, norm inside": 22}),
-    "qk_norm_of_depth": (19, {"timm, half": 20}),  # gradients of the norms of q and k
-    "packed_of_depth": (17, {"qwen2_5_vl": 18, "pixtral": 18, "averaged": 18, "rotary, a table an image": 19}),
-}
+# Launches per block of a training step. LayerScale multiplies weights, gradients of q and k are rotated in place,
+# norms of q and k have gradients, and an inner norm needs three launches.
+TRAINING: dict[str, int] = {
+    **dict.fromkeys(("timm-vit", "transformers-vit", "torchvision-vit", "vit-fast"), 17),
+    **dict.fromkeys(("timm-dinov3", "transformers-dinov3", "transformers-dinov3-gated", "vit-fast-dinov3"), 19),
+    "timm-eva02": 18, "timm-eva02-base": 22, "timm-qk-norm": 19, "timm-dinov3-qk-norm": 20,
+    "qwen2_5_vl": 18, "pixtral": 18, "siglip2": 17, "averaged": 18, "rotary, a table an image": 19,
+}  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of_depth", TRAINING)
-def test_launches_per_block(of_depth: str, environment: dict[str, str]) -> None:
+def test_launches_per_block(environment: dict[str, str]) -> None:
     """Five launches per block (qkv, attention, proj, fc1, fc2), and a sixth that folds weights unless frozen.
 
     One launch per model computes LayerNorm statistics. Training adds eleven: input gradients of fc2, fc1 (folded
     again), proj, attention (two), qkv and the first LayerNorm, one for weight gradients, and two for other parameters.
     """
-    module = "packed_towers" if of_depth == "packed_of_depth" else "fused_models"
-    code = f"from {module} import {of_depth} as of_depth\n{_LIBRARY_COUNTS}"
-    counts, by_torch = json.loads(run_python(["-c", code], environment))
-    usual, others = TRAINING[of_depth]
-    assert others.keys() <= counts.keys() and (by_torch == [] or of_depth == "qk_norm_of_depth")
-    for name, (shallow, deep) in ((name, made) for name, made in counts.items() if made):
-        inside = name == "timm, gated, norm inside"
-        assert [(b - a) / 2 for a, b in zip(shallow, deep)] == [others.get(name, usual), 6 + inside, 5], name
-        if of_depth == "of_depth":
+    counts = json.loads(run_python(["-c", f"NAMES = {list(TRAINING)}\n{_LIBRARY_COUNTS}"], environment))
+    assert {"timm-vit", "vit-fast"} <= counts.keys()
+    for name, (shallow, deep, by_torch) in counts.items():
+        inside = name == "timm-eva02-base"
+        assert [(b - a) / 2 for a, b in zip(shallow, deep)] == [TRAINING[name], 6 + inside, 5], name
+        assert by_torch == 0 or "qk-norm" in name
+        if TRAINING[name] == 17 and name != "siglip2":
             assert [a - (b - a) / 2 for a, b in zip(shallow, deep)] == [1, 1, 1], "of a model"
 
 

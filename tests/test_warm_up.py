@@ -17,7 +17,6 @@ import pytest
 import torch
 from command_line import run
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 import vit_fast
 from vit_fast.blocks.block import run_blocks
@@ -44,11 +43,7 @@ def test_calls_compile_nothing_afterwards(tmp_path: Any) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_a_new_batch_size_compiles_few_kernels(arch: str) -> None:
     """At most one from 17 images on and none above 88; below that a few, with tiles for small batches."""
-    cases = [(f"vit_{size}_patch16_224", training) for size, training in
-             (("small", False), ("base", False), ("large", False), ("base", True))]  # fmt: skip
-    counts = json.loads(children.run_python([__file__, "count", json.dumps([arch, cases])], children.environment()))
-    for (name, training), (different, first) in zip(cases, counts, strict=True):
-        assert sum(first.values()) == different  # the number of tokens or an address causes no new kernel
+    for name, training, first in json.loads(children.run_python([__file__, "count", arch], children.environment())):
         assert len(first) > 1  # other sizes use other tiles
         for after, most in ((1, 5 if training else 3), (16 if training else 11, 1), (88, 0)):
             assert all(count <= most for batch, count in first.items() if int(batch) > after), name
@@ -64,7 +59,7 @@ def test_without_a_gpu_there_is_nothing_to_compile(capsys: pytest.CaptureFixture
     assert "nothing to compile: " in capsys.readouterr().out
 
 
-def test_errors() -> None:
+def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
     model = vit_fast.create_model("vit_test")
     for given, sizes, example, message in (
         *((model, sizes, None, "batch_sizes must be") for sizes in ([], [0], [1, -2], [1.5], ["8"])),
@@ -73,19 +68,13 @@ def test_errors() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             vit_fast.warm_up(given, sizes, example=example)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+    for options, message in (
         (["--warm-up", "vit_test", "--batch-sizes", "1,x"], "--batch-sizes"),
         (["--warm-up", "vit_test", "--json"], "--json must not be used with --warm-up"),
         (["--batch-sizes", "1"], "--batch-sizes must not be used without --warm-up or --model"),
-    ],
-)
-def test_errors_of_the_command(options: list[str], message: str, capsys: Any) -> None:
-    assert run("kernels", *options) == 2
-    assert message in capsys.readouterr().err
+    ):
+        assert run("kernels", *options) == 2
+        assert message in capsys.readouterr().err
 
 
 # --- in processes with the stand-in driver --------------------------------------------------------------------------
@@ -164,45 +153,38 @@ def check_failures() -> None:
             compiler()
 
 
-def count_kernels(cases: list[tuple[str, bool]]) -> str:
-    """Returns, per case, how many kernels a block needs for batch sizes from 1 to 256, and each size needs first."""
+def count_kernels() -> str:
+    """Lists models, with the number of kernels that a block first needs for each batch size from 1 to 256."""
     from vit_fast.kernels.inspect import offline
 
-    seen: dict[Any, str] = {}
-    first: dict[int, int] = {}
-    counts, batch = [], 0
-
-    def record(launch: Any) -> None:
-        specialization = offline.specialization(launch)
-        if specialization not in seen:
-            constants = sorted((key, str(value)) for key, value in launch.constants.items())
-            kinds = [str(getattr(value, "dtype", type(value))) for value in tree_leaves(dict(launch.args))]
-            seen[specialization] = repr((launch.kernel.__name__, constants, kinds, launch.options()))
-            first[batch] = first.get(batch, 0) + 1
-
-    Launch.run = record  # type: ignore[assignment,method-assign]
-    for name, training in cases:
-        seen, first = {}, {}
+    seen: set[Any] = set()
+    Launch.run = lambda launch: seen.add(offline.specialization(launch))  # type: ignore[method-assign]
+    counts = []
+    for size, training in (("small", False), ("base", False), ("large", False), ("base", True)):
+        seen.clear()
+        first: dict[int, int] = {}
+        name = f"vit_{size}_patch16_224"
         model: Any = vit_fast.create_model(name, backend="triton", depth=1, num_classes=0).bfloat16().train(training)
         for batch in (*range(1, 97), *range(104, 257, 8)):
+            known = len(seen)
             x = torch.empty(batch, 197, model.config.embed_dim, dtype=torch.bfloat16, requires_grad=training)
             with torch.set_grad_enabled(training):
                 out = run_blocks(model.blocks, x)
             if training:
                 out.backward(torch.empty_like(out))
-        counts.append([len(set(seen.values())), first])
+            if len(seen) > known:
+                first[batch] = len(seen) - known
+        counts.append((name, training, first))
     return json.dumps(counts)
 
 
-def main(what: str, *arguments: str) -> str:
+def main(what: str, arch: str = "sm_90") -> str:
     from vit_fast.kernels.inspect import stand_in_driver
 
     torch.set_num_threads(1)
+    driver = stand_in_driver.install(arch)
     if what == "count":
-        arch, cases = json.loads(arguments[0])
-        stand_in_driver.install(arch)
-        return count_kernels(cases)
-    driver = stand_in_driver.install("sm_90")
+        return count_kernels()
     check_calls(what, driver)
     if what == "cold":
         check_the_model_stays_the_same(driver)
