@@ -1,7 +1,9 @@
 """Compares the launches of a replayed plan with those of the same call without a plan, under the stand-in driver.
 
+    python tests/planned_launches.py sm_90 1    # architecture; every n-th case
+
 A plan must launch the same kernels with the same grids and arguments, also if inputs have other addresses than in the
-recording. Only buffers that the operator allocates may move.
+recording. Only buffers that the operator allocates may move. All launches and tensor maps must be legal.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,8 +23,10 @@ from triton.backends.nvidia import driver as nvidia
 
 from vit_fast import ops
 from vit_fast.kernels import plan
+from vit_fast.kernels.device import reads_descriptors, starts_early
 from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.ops import Norm, QkNorm, Rope
+from vit_fast.ops.backends import fp8_reasons
 from vit_fast.ops.block import fused_block
 from vit_fast.ops.descriptions import BlockScales, BlockTensors, Keys
 from vit_fast.ops.folded import fold
@@ -190,6 +195,23 @@ def cases() -> Iterator[Call]:
         yield lambda p=packed: ops.attention_varlen(*p.unbind(1), bounds, 9, backend="triton")
 
 
+def shape_cases() -> Iterator[Call]:
+    """Yields attention and MLPs of many sizes; one query for the whole batch, with stride 0."""
+    for head_dim, tokens, dtype in (
+        *product((16, 32, 64, 72, 80, 96, 128), (1, 50, 197, 577), (BF16,)),
+        *product((64, 80), (1, 197), (FP32, torch.float16)),
+    ):
+        qkv = zeros(2, tokens, 3, 2, head_dim, dtype=dtype).requires_grad_()
+        yield lambda qkv=qkv: ops.attention_qkvpacked(qkv, backend="triton")
+    q, (k, v) = zeros(1, 2, 16, 64).expand(4, -1, -1, -1), zeros(2, 4, 2, 50, 64).requires_grad_()
+    yield lambda: ops.attention(q, k, v, backend="triton")
+    sizes = product((1, 2, 15, 16, 394), ((192, 768), (70, 201)), (BF16, FP32))
+    for rows, (width, hidden), dtype in sizes:
+        shapes = (rows, width), (width,), (width,), (hidden, width), (hidden,), (width, hidden), (width,)
+        tensors = [zeros(*shape, dtype=dtype).requires_grad_() for shape in shapes]
+        yield lambda tensors=tensors: ops.layer_norm_mlp(*tensors, backend="triton")
+
+
 def block_cases() -> Iterator[Call]:
     """Yields blocks, half blocks and folded blocks, in half precision, with fp32 parameters, and in fp32."""
     shapes = (64,), (64,), (192, 64), (192,), (64, 64), (64,), (64,), (64,), (64,), (128, 64), (128,), (64, 128)
@@ -265,15 +287,17 @@ def main() -> None:
     torch.set_num_threads(1)
     listen()
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    driver = stand_in_driver.install("sm_90")
-    every = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    chosen = [*cases(), *block_cases(), *modern_cases(), *fp8_cases()][::every]
+    arch, every = sys.argv[1], int(sys.argv[2])
+    driver = stand_in_driver.install(arch)
+    in_fp8 = () if fp8_reasons(torch.device("cpu")) else fp8_cases()
+    chosen = [*cases(), *block_cases(), *modern_cases(), *in_fp8, *shape_cases()][::every]
     found = [call for case in chosen for call in calls(case)]
     kept = keep_what_is_recorded()
     for operator, arguments in found:
         hold(operator, arguments, kept)
     assert driver.violations() == []
-    assert driver.counters().dependent
+    assert bool(driver.counters().dependent) == starts_early(arch)
+    assert bool(driver.counters().descriptors) == reads_descriptors(arch)
     sys.stdout.write("ok")
 
 

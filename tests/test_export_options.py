@@ -148,13 +148,6 @@ def test_external_weights_of_a_large_model(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(path.name for path in tmp_path.iterdir()) == ["big.onnx", "big.onnx.data"]
 
 
-@pytest.mark.slow(minutes=True)
-def test_a_model_over_two_gigabytes(tmp_path: Path) -> None:
-    """ViT-H in fp32 with random weights: 2.5 GB."""
-    report = export_onnx(vit_fast.create_model("vit_huge_patch14_224"), tmp_path / "huge.onnx", target="ort-cpu")
-    assert report.verified and report.external_data == "huge.onnx.data" and report.bytes > 2**31
-
-
 def test_report_and_metadata(tmp_path: Path) -> None:
     """Export does not modify the model."""
     model: Any = make("vit").half().train()

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from kernel_execution import KERNEL_ARCH, WITHOUT_FP8
 from mlp_support import DEVICE, Case, make_block
-from our_operators import calls_of, each_tensor
-from torch import Tensor, library
+from torch import Tensor
 
 from vit_fast.accuracy import judge
 from vit_fast.kernels.device import Gpu
@@ -213,20 +212,6 @@ def test_parts_of_k_end_in_e4m3_too() -> None:
     finish_residual_launch(part, operands).run()
     assert torch.equal(out8.double(), reference.quantize_e4m3(out, scale))
     torch.testing.assert_close(out.float(), part.sum(0) + residual.float(), rtol=2**-8, atol=2**-8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("passed_on", [False, True])
-@torch.no_grad()
-def test_opcheck(passed_on: bool, block: Any) -> None:
-    case, scales = block
-    _, statistics, x8 = run(case, scales, scales.qkv) if passed_on else (None, None, None)
-    options = {"x8": x8, "next_factor": 1 / scales.qkv if passed_on else None, "next_statistics": passed_on}
-    folded = fold(case.t, case.x.dtype, scales=scales)
-    ((operator, arguments),) = calls_of(lambda: fused_block(case.x, statistics, folded, **case.options | options))
-    # not test_schema, for which torch would have to compare tensors of e4m3
-    others = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    library.opcheck(operator, each_tensor(torch.Tensor.detach, arguments), test_utils=others)
 
 
 @torch.no_grad()

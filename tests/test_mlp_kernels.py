@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_execution import DTYPES, KERNEL_ARCH
-from mlp_support import check_case, make_case, statistics_of
+from mlp_support import assert_rule, check_case, make_case, statistics_of
 from torch import Tensor
 
 from vit_fast.kernels.linear import linear
@@ -117,17 +118,27 @@ def test_small_layer_scale_in_fp16(size: float) -> None:
         assert error < 4e-3, f"{name}: relative error {error:.1e}"
 
 
-@any_dtype
-@pytest.mark.parametrize("form", ["RMSNorm", "gated"])
-def test_statistics_of_input_and_output(form: str, dtype: torch.dtype) -> None:
-    """Passed statistics replace computed ones, for each kind of norm; returned statistics describe the output."""
-    if dtype == torch.float32:
-        pytest.skip("fp32 rows are normalized without statistics")
-    case = make_case(19, 72, 48, dtype, **FORMS[form])
-    with torch.no_grad():
-        given, own = (case.fused(known, next_statistics=True) for known in (statistics_of(case.x), None))
-    torch.testing.assert_close(given[0], own[0])
-    for y, emitted in (given, own):  # compiled kernels may round the last bit of the two outputs differently
+@pytest.mark.each_value
+@pytest.mark.parametrize("form", ["LayerNorm", "RMSNorm", "gated"])
+@pytest.mark.parametrize("width", [32, 100, 1100])
+@pytest.mark.parametrize("rows", ["usual", "constant", "far from 0", "pieces apart"])
+@torch.no_grad()
+def test_statistics_of_input_and_output(rows: str, width: int, form: str) -> None:
+    """Statistics of one piece, of a shorter last piece, and of more pieces than are combined at once."""
+    case = make_case(18, width, 48, torch.bfloat16, residual=False, **FORMS[form])
+    # whoever reads statistics applies an epsilon of its own
+    case = replace(case, options=case.options | {"eps": (0.0, 0.5 if rows == "usual" else 1e-5)})
+    if rows == "constant":
+        case.x[::3] = 3.1
+    elif rows == "far from 0":
+        case.x.add_(100)
+    elif rows == "pieces apart":
+        case.x[:, :64] += 50
+    eager, exact = ({"y": case.to(dtype).forward("eager")} for dtype in (torch.bfloat16, torch.float64))
+    whole = replace(case, options=case.options | {"residual": True})
+    for known in (statistics_of(case.x), None):
+        assert_rule({"y": case.fused(known)[0]}, eager, exact)
+        y, emitted = whole.fused(known, next_statistics=True)
         torch.testing.assert_close(emitted, statistics_of(y))
 
 
