@@ -25,8 +25,6 @@ pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("
 
 FUSED = Candidate(attention="sdpa", mlp="sdpa")
 ROUNDED = dataclasses.replace(FUSED, precision="bf16")
-
-
 OPTIMIZE = ("optimize", "vit_test", "--batch", "2", "--budget", "60")
 BF16 = ("--allow", "bf16", "--min-agreement", "0")
 
@@ -48,8 +46,7 @@ def test_table_progress_and_cache(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert first.startswith("cached results in") and first.endswith(": 1")
     assert "throughput, 2x3x32x32 torch.float32" in second and "fused sdpa" in second
     assert run("cache", "--json") == 0
-    (stored,) = json.loads(capsys.readouterr().out)
-    assert stored["candidate"] == {"attention": "sdpa", "mlp": "sdpa"}
+    assert json.loads(capsys.readouterr().out)[0]["candidate"] == {"attention": "sdpa", "mlp": "sdpa"}
     assert run("cache", "--clear") == 0 and list(cache.all_results()) == []
 
 
@@ -146,16 +143,10 @@ def test_location_of_the_cache(monkeypatch, tmp_path) -> None:
     assert cache.folder() == Path.home() / ".cache" / "vit_fast" / "answers"
 
 
-@pytest.mark.parametrize("reason", ["home directory.*VIT_FAST_CACHE", "taken"])
-def test_a_result_that_cannot_be_cached_is_returned(reason, model, images, one_engine, monkeypatch, tmp_path) -> None:
-    def home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
+def test_a_result_that_cannot_be_cached_is_returned(model, images, one_engine, monkeypatch, tmp_path) -> None:
     (tmp_path / "taken").write_text("a file")
-    monkeypatch.setattr(Path, "home", home)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path / "taken") if reason == "taken" else "")
-    with pytest.warns(UserWarning, match=f"not cached: .*{reason}"):
+    monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path / "taken"))
+    with pytest.warns(UserWarning, match="not cached: .*taken"):
         found = vit_fast.optimize(model, images, budget_s=1)
     assert found.model(images).shape == (4, 10) and not found.from_cache
 

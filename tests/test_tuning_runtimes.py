@@ -51,15 +51,17 @@ def files(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-CHOICES = [
-    Candidate(), Candidate("onnxruntime", threads=2), Candidate("onnxruntime", split=1),
-    Candidate("onnxruntime", precision="int8"),
-]  # fmt: skip
-
-
 @pytest.mark.fast_cases("plain-original", "beside-ONNX Runtime, 2 threads")
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-@pytest.mark.parametrize("name", ["plain", "beside"])
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [
+        ("plain", Candidate()),
+        ("beside", Candidate("onnxruntime", threads=2)),
+        ("plain", Candidate("onnxruntime", split=1)),
+        ("beside", Candidate("onnxruntime", precision="int8")),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_candidates_of_a_file(files: Path, name: str, choice: Candidate, model, images) -> None:
     file = OnnxFile(files / f"{name}.onnx")
     optimized = build(choice, file, images, file(images), ())
