@@ -55,7 +55,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "vit_fast/measure": (*TUNING, *BENCH),
     "vit_fast/figures": ("figures", "bench_report"),
     "vit_fast/commands": ("cli", "*_cli", "docs", "predict*", "train", "deployment"),
-    "export": (*EXPORT, "tuning_runtimes", "optimize_*"),
+    "export": (*EXPORT, "optimize_*"),
     "benchmarks": BENCH,
     "docs": ("docs",),
     "examples": ("deployment",),

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import io
+import itertools
 import json
-import operator
-import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bench_support import assert_no_speed, breaking, build, shrink
@@ -20,7 +16,6 @@ from PIL import Image
 
 from vit_fast.benchmarks import records, report
 from vit_fast.measure import clock
-from vit_fast.measure.candidate import patient_interrupt
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 
@@ -64,18 +59,6 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(finished: tuple[P
     assert record["configuration"]["images"] == ["0.png", "1.png"]
     assert str(folder) not in (folder / "record.json").read_text()
     assert (folder / "table.md").read_text() == report.markdown(record)
-
-
-def test_the_second_ctrl_c_is_ignored_and_the_handler_of_the_caller_runs() -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-    with patient_interrupt(signal.SIGINT):
-        for ignored in (False, True, False):
-            with contextlib.nullcontext() if ignored else pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-    signal.raise_signal(signal.SIGINT)
-    signal.signal(signal.SIGINT, before)
-    assert heard == [signal.SIGINT] * 4
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path, record: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +116,8 @@ def test_an_interrupted_run_is_written_and_resumed(tmp_path: Path, image_files: 
     add("pressed", lambda group: build("sdpa", group))
     assert run("bench", "--resume", str(folder), "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert told == records.read_record(folder) and told["rows"][:2] == rows[:2]
+    assert told == records.read_record(folder)
+    assert [row["samples_ms"] for row in told["rows"][:2]] == [row["samples_ms"] for row in rows[:2]]
     assert [row["status"] for row in told["rows"]] == ["measured"] * 6
     assert sorted(path.name for path in folder.iterdir()) == FILES
 
@@ -214,12 +198,10 @@ def small_record() -> records.Record:
     return found | {"rows": [measured, next(row for row in found["rows"] if row["status"] != "measured")]}
 
 
-def paths(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Paths of the values inside a value; of a list the first two."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
-    for name, inner in inside:
-        yield (*at, name)
-        yield from paths(inner, (*at, name))
+def parts(record: dict) -> list[dict]:
+    """The dictionaries in a record."""
+    own = record, record["machine"], record["ceilings"], record["configuration"], record["rows"][0]["explained"]
+    return [*own, *record["rows"], *record["controls"]]
 
 
 @pytest.mark.parametrize("step", [21, pytest.param(1, marks=pytest.mark.slow)])
@@ -228,18 +210,18 @@ def test_a_record_with_a_value_of_another_type_is_read_or_refused_in_one_line(
 ) -> None:
     monkeypatch.setattr(clock, "RESAMPLES", 10)
     path, statuses = tmp_path / "record.json", set()
-    cases = [(at, bad) for at in paths(small_record) for bad in (None, -1, "x", [1, 2], "removed")]
-    for at, bad in cases[::step]:
+    places = [(number, name) for number, part in enumerate(parts(small_record)) for name in part]
+    for (number, name), bad in list(itertools.product(places, (None, -1, "x", [1, 2], "removed")))[::step]:
         record = copy.deepcopy(small_record)
-        inner = functools.reduce(operator.getitem, at[:-1], record)
-        inner[at[-1]] = bad
+        changed = parts(record)[number]
+        changed[name] = bad
         if bad == "removed":
-            del inner[at[-1]]
+            del changed[name]
         path.write_text(json.dumps(record))
         for command in (["compare", str(COMMITTED)], ["report", "--out", str(tmp_path / "r.html")]):
             statuses.add(status := run(*command, str(path)))
             error = capsys.readouterr().err
-            assert status == 0 or (str(path) in error and error.count("\n") == 1), (at, bad)
+            assert status == 0 or (str(path) in error and error.count("\n") == 1), (number, name, bad)
     assert statuses == {0, 2}
 
 

@@ -61,6 +61,7 @@ def reason_of(candidate: Candidate, group: Group, images: Tensor, expected: Refe
         pytest.param("onnxruntime-int8", "fp32", marks=pytest.mark.slow),
         pytest.param("openvino", "fp32", marks=pytest.mark.slow),
         pytest.param("openvino", "bf16", marks=pytest.mark.slow),
+        ("triton-fp8", "bf16"),
     ],
 )
 def test_every_candidate_passes_with_the_same_weights_but_not_with_other_images(name: str, dtype: str) -> None:
@@ -73,13 +74,13 @@ def test_every_candidate_passes_with_the_same_weights_but_not_with_other_images(
     with torch.inference_mode():
         output = make(candidate, group)(images)
     assert judge(output, expected, candidate.tolerance).reason is None
+    assert name != "triton-fp8" or judge(output, expected).reason is not None, "it computes in fewer bits"
     assert judge(output.roll(1, dims=0), expected, candidate.tolerance).reason is not None
 
 
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 10), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("dtype", HALF)
-def test_equal_images_pass_although_eager_may_be_exact_for_them_by_chance(dtype: str, seeds: range) -> None:
-    for seed in seeds:
+def test_equal_images_pass_although_eager_may_be_exact_for_them_by_chance(dtype: str) -> None:
+    for seed in range(2):
         group = with_weights(make_group(dtype=dtype)[0], random_weights(get_variant("vit_test").config, seed))
         images = torch.full((4, 3, 32, 32), 0.1 * seed).to(group.dtype)
         expected = expect(group, images)
@@ -89,17 +90,19 @@ def test_equal_images_pass_although_eager_may_be_exact_for_them_by_chance(dtype:
 
 @pytest.mark.fast_cases("vit_test")
 @pytest.mark.parametrize("name", ["vit_test", "vit_small_patch14_reg4_dinov2"])
-def test_a_change_of_any_parameter_is_noticed(name: str) -> None:
+def test_a_change_of_any_parameter_or_of_the_activation_is_noticed(name: str) -> None:
     group, images = make_group(name)
     expected, sdpa = expect(group, images), CANDIDATES["sdpa"]
     weights = weights_of(group.model, group.dtype)
     changed = {name: with_weights(group, {name: tensor * 1.1}) for name, tensor in weights.items()}
+    config, values = group.config_and_weights
+    quick = describe_vit(name, config.replace(act_layer="quick_gelu"), group.model.data, values)
+    changed["gelu"] = dataclasses.replace(group, model=quick)
     assert [name for name, other in changed.items() if reason_of(sdpa, other, images, expected) is None] == []
 
 
-@pytest.mark.parametrize("dtype", HALF)
-def test_incorrect_outputs_are_refused_with_the_reason(dtype: str) -> None:
-    group, images = make_group(dtype=dtype)
+def test_incorrect_outputs_are_refused_with_the_reason() -> None:
+    group, images = make_group(dtype="bf16")
     expected, correct = expect(group, images), build("sdpa", group)(images)
     with_nan = correct.clone()
     with_nan[2, 3] = float("nan")
@@ -116,24 +119,6 @@ def test_incorrect_outputs_are_refused_with_the_reason(dtype: str) -> None:
     ):
         found = judge(output, expected, tolerance).reason
         assert found is None if reason is None else reason in str(found)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_another_gelu_is_noticed(dtype: str) -> None:
-    """In bf16, its eight bits hide the difference in so small a model."""
-    group, images = make_group(dtype=dtype)
-    config, weights = group.config_and_weights
-    other = describe_vit("vit_test", config.replace(act_layer="quick_gelu"), group.model.data, weights)
-    reason = reason_of(CANDIDATES["sdpa"], dataclasses.replace(group, model=other), images, expect(group, images))
-    assert "error must be at most" in str(reason)
-
-
-def test_our_model_in_e4m3_passes_and_differs_from_bf16() -> None:
-    candidate, (group, images) = CANDIDATES["triton-fp8"], make_group(dtype="bf16")
-    with torch.inference_mode():
-        found = make(candidate, group)(images)
-        assert judge(found, expect(group, images), candidate.tolerance).reason is None
-        assert not torch.equal(found, make(CANDIDATES["triton"], group)(images))
 
 
 DINO = "vit_small_patch14_reg4_dinov2"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import os
@@ -26,6 +25,7 @@ from vit_fast.benchmarks.records import make_row
 from vit_fast.errors import UnsupportedInputError
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_figures_of_a_record_agree() -> None:
@@ -227,17 +227,6 @@ def default(monkeypatch: pytest.MonkeyPatch) -> Configuration:
     return make_configuration(device="cpu")
 
 
-def test_the_last_candidates_of_a_dtype_are_skipped_if_they_do_not_fit(default: Configuration) -> None:
-    everything, none = dataclasses.replace(default, time_budget_s=float("inf")).plan()
-    some, skipped = default.plan()
-    assert not none and "timm+compile (bf16)" in skipped
-    for group, chosen in some.items():
-        assert chosen == [one for one in everything[group] if f"{one.name} ({group.dtype_name})" not in skipped]
-    few, _ = dataclasses.replace(default, time_budget_s=1.0).plan()
-    assert [[one.name for one in chosen] for chosen in few.values()] == [["timm", "timm+fused+frozen"]] * 4
-    assert plan("eager", "timm+compile", time_budget_s=1).plan()[1] == [], "named candidates are all planned"
-
-
 class Machine(NoisyClock):
     """A clock that simulated calls and preparations advance."""
 
@@ -270,6 +259,7 @@ def test_the_default_run_ranks_all_that_it_planned_within_three_minutes(slowness
     assert record["seconds"] <= default.time_budget_s + 10, "starting and writing take the rest of 180"
     assert {row["status"] for row in record["rows"]} == {"measured"}
     assert len({(row["dtype"], row["batch"]) for row in record["rows"]}) == 4
+    assert "timm+compile (bf16)" in record["skipped"], "it does not fit"
     verdicts = {row["verdict"] for row in record["rows"] if noise < 0.05 or row["candidate"] == "timm+fused+frozen"}
     assert verdicts <= {None, "faster", "slower", "no difference"} and "faster" in verdicts
 
@@ -281,3 +271,23 @@ def test_a_slow_machine_measures_the_first_candidates_of_every_group(default, mo
     measured = [row for row in record["rows"] if row["ms"]]
     assert len({(row["dtype"], row["batch"]) for row in measured if row["candidate"] == "timm"}) == 4
     assert {row["reason"] for row in record["rows"] if row["status"] == "skipped"} == {"out of time"}
+
+
+@pytest.mark.slow
+def test_the_pytest_benchmark_suite_times_operators_blocks_models_and_training(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    options = ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "-k", "not compile and not flex"]
+    options += [f"--benchmark-{name}" for name in ("min-rounds=1", "max-time=0", "min-time=0", f"json={path}")]
+    environment = os.environ | {"VIT_FAST_SUITE_MODEL": "vit_test", "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    environment.pop("PYTEST_XDIST_WORKER", None)  # pytest-benchmark measures nothing in a worker
+    command = [sys.executable, "-m", "pytest", "benchmarks/suite.py", "-q", *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:]
+    names = {run["name"] for run in json.loads(path.read_text())["benchmarks"]}
+    for case in (
+        "attention:17x2x32 fp32 batch 8-sdpa", "attention:17x2x32 fp32 batch 8 training-eager",
+        "mlp:17x64x256:gelu_tanh fp32 batch 1-eager", "block:vit_test fp32 batch 8 training-timm+fused",
+        "vit_test fp32 batch 1-timm", "vit_test fp32 batch 8 training-timm+fused",
+    ):  # fmt: skip
+        assert f"test_candidate[{case}]" in names, names

@@ -1,4 +1,4 @@
-"""Limits of time end what hangs, whatever swallows the alarm, and leave cleanup, other alarms and processes alone."""
+"""Limits of time and Ctrl-C: both end what hangs, also if other code swallows them, and restore other handlers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ import weakref
 import pytest
 
 from vit_fast.measure import candidate
-from vit_fast.measure.candidate import at_most
+from vit_fast.measure.candidate import at_most, patient_interrupt
+
+
+def test_the_second_ctrl_c_is_ignored_and_the_handler_of_the_caller_runs() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    with patient_interrupt(signal.SIGINT):
+        for ignored in (False, True, False):
+            with contextlib.nullcontext() if ignored else pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT] * 4
 
 
 def test_a_limit_restores_the_alarm_of_the_caller() -> None:

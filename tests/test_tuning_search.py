@@ -85,7 +85,8 @@ def random_field(seed: int) -> list[Simulated]:
     generator = random.Random(seed)
     draw = generator.uniform
     count = generator.randrange(4, 9)
-    field = [Simulated(f"c{i}", draw(40, 160), generator.randrange(1, 6), draw(0.2, 6)) for i in range(count)]
+    changes = generator.randrange
+    field = [Simulated(f"c{i}", draw(40, 160), changes(1, 6), draw(0.2, 6), slower=draw(0.5, 2)) for i in range(count)]
     troubles = zip(generator.sample(range(count), 3), ("incorrect", "memory", generator.choice(["hangs", None])))
     for place, trouble in troubles:
         field[place] = replace(field[place], ms=field[place].ms / 2, trouble=trouble)
@@ -131,20 +132,6 @@ def test_the_budget_is_kept_and_the_result_says_what_was_not_reached() -> None:
     assert "50 s" in reasons(found)["slow to build"] and "more than" in reasons(found)["hangs"]
     assert machine.now_s <= 20 and found.chosen.name == "quick" and found.tried == 2
     assert found.finish_s is not None and found.finish_s > 50
-
-
-def test_no_budget_is_exceeded() -> None:
-    """Estimates are wrong by up to a factor of ten, candidates hang, and calls take seconds."""
-    for seed in range(60):
-        draw = random.Random(seed).uniform
-        calls_s = [draw(0.01, 3) for _ in range(6)]
-        field = [  # four calls belong to the checks
-            Simulated(f"c{i}", 1e3 * s, seconds=1 + 2 * s, slower=draw(0.5, 10) + 4 * s, trouble=trouble)
-            for i, (s, trouble) in enumerate(zip(calls_s, [None, None, "hangs", None, "incorrect", "hangs"]))
-        ]
-        machine, budget = Machine(seed, noise=0.05, bursts=0.01), draw(10, 60)
-        search(machine, Simulated("original", 1e3 * draw(0.01, 2), 0, 0.5), field, budget_s=budget)
-        assert machine.now_s <= 1.05 * budget
 
 
 def test_the_estimated_budget_finishes_the_search() -> None:
