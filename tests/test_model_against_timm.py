@@ -66,6 +66,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "no pooling": {"global_pool": ""},
     "no head": {"num_classes": 0},
     "pre-norm": {"pre_norm": True, "norm_eps": 1e-5},
+    "norms of q and k": {"qk_norm": True},
     **{f"activation {name}": {"act_layer": name} for name in ("gelu_tanh", "relu", "quick_gelu", "silu")},
 }
 
@@ -177,14 +178,3 @@ def test_attention_maps_contain_rotated_q_and_k() -> None:
     with torch.no_grad():
         peer(images)
         torch.testing.assert_close(own.attention_maps(images, [1])[1], seen[0], rtol=1e-4, atol=1e-5)
-
-
-def test_qk_norm_and_rms_norm() -> None:
-    fields = {"qk_norm": True, "norm_layer": "rms_norm", "mlp_layer": "swiglu", "act_layer": "silu"}
-    own = vit_fast.create_model("vit_test", backend="sdpa", **fields)
-    peer = TimmViT(
-        img_size=32, patch_size=8, num_classes=10, qk_norm=True, mlp_ratio=8, act_layer=nn.SiLU, **SIZES,
-        mlp_layer=timm.layers.SwiGLUPacked, norm_layer=functools.partial(timm.layers.RmsNorm, eps=1e-6),
-    )  # fmt: skip
-    vit_fast.load_weights(own, randomize(peer).state_dict())
-    assert_same_outputs(own, peer)

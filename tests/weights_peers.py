@@ -17,16 +17,9 @@ SMALL: dict[str, Any] = {"embed_dim": 64, "depth": 2, "num_heads": 2}
 @torch.no_grad()
 def randomize(module: nn.Module) -> nn.Module:
     """Draws every parameter, so that no bias, scale or token is zero or one, and activations stay near one."""
-    for name, parameter in module.named_parameters():
-        noise = torch.randn_like(parameter)
-        if name.endswith(("gamma", "lambda1")):
-            parameter.copy_(0.5 + 0.2 * noise)
-        elif parameter.dim() == 1 and "norm" in name + type(module).__name__.lower() and name.endswith("weight"):
-            parameter.copy_(1 + 0.2 * noise)
-        elif parameter.dim() >= 2 and parameter.shape[0] > 1:
-            parameter.copy_(noise / parameter[0].numel() ** 0.5)
-        else:
-            parameter.copy_(0.3 * noise)
+    for parameter in module.parameters():
+        is_vector = parameter.dim() < 2
+        nn.init.normal_(parameter, 0.5 * is_vector, 0.3 if is_vector else max(parameter[:1].numel(), 1) ** -0.5)
     return module.eval()
 
 
