@@ -1,7 +1,4 @@
-"""The `vit-fast` command, and options and tables of several commands.
-
-Imports only the module of the given command, and prints errors as one line.
-"""
+"""The `vit-fast` command, which imports only the module of the given command, and options of several commands."""
 
 from __future__ import annotations
 

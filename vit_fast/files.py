@@ -14,10 +14,9 @@ _PREFIX = ".vit-fast-partial-"  # does not contain the file name, which may have
 
 @contextlib.contextmanager
 def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
-    """Yields a temporary path. If the `with` block succeeds, moves all files beside it to their final names.
+    """Yields a temporary path; moves all files beside it to their final names if the block succeeds, else removes them.
 
-    Missing folders are created. If the block fails, nothing remains. `errors` are exceptions that a library raises when
-    a write fails; they become an OSError.
+    Missing folders are created. `errors` are a library's exceptions of failed writes; they become an OSError.
     """
     check_replaceable(path)
     with _hidden_folder(path, *errors) as aside:

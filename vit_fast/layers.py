@@ -22,10 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class PatchEmbed(nn.Module):
-    """Projects each patch of an image to a token with a strided convolution.
-
-    With `stem_channels`, it projects patches of a convolutional stem's feature map: the hybrid of arXiv 2010.11929.
-    """
+    """Projects patches of an image, or of a convolutional stem's feature map (arXiv 2010.11929), to tokens."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()

@@ -37,10 +37,7 @@ def fixed_pos_embed(kind: str, grid: Size, dim: int, device: torch.device | None
 
 
 def resample_pos_embed(pos_embed: Tensor, old_grid: Size, new_grid: Size, num_prefix_tokens: int) -> Tensor:
-    """Interpolates a learned position embedding [1, prefix + old patches, C] (bicubic, antialiased, in fp32).
-
-    The first num_prefix_tokens positions stay unchanged. If the grids are equal, returns the same tensor.
-    """
+    """Interpolates the patches of a learned position embedding [1, prefix + old patches, C] (bicubic, in fp32)."""
     is_known = all(type(size) is int for size in new_grid)  # comparing a symbolic size would specialize the graph
     if is_known and old_grid == new_grid:
         return pos_embed
@@ -66,7 +63,7 @@ def rope_of(config: RopeConfig, grid: Size, head_dim: int, like: Tensor) -> tupl
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     """Rotates pairs (a, b) of the channels of x [..., D] to (a cos - b sin, b cos + a sin), in x.dtype.
 
-    Cosines and sines are [..., D/2]. Layout "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
+    Layout "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
     """
     a, b = (x[..., ::2], x[..., 1::2]) if layout == "interleaved" else x.chunk(2, -1)
     turned = a * cos - b * sin, b * cos + a * sin

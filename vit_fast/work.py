@@ -1,8 +1,7 @@
-"""Lower bounds on FLOP, memory traffic and time of a model.
+"""Lower bounds on FLOP, memory traffic and time of a model at peak FLOP/s and memory bandwidth.
 
-Counts matmuls, convolutions and attention: 2 FLOP per multiply-add, and each operand and output once. Does not count
-norms, activations and residuals, because they can be fused. The lower bound on time assumes peak FLOP/s and memory
-bandwidth.
+Counts matmuls, convolutions and attention: 2 FLOP per multiply-add, and each operand and output once. Norms,
+activations and residuals can be fused.
 """
 
 from __future__ import annotations

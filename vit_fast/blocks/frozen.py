@@ -1,8 +1,7 @@
 """Folded weights that are cached, and recomputed in the same memory when the parameters change.
 
-A change is detected if a parameter is replaced, moved, or written to so that its version counter increments. Steps of
-torch's optimizers are detected separately, because fused ones do not increment it. Writes through `.data`, by numpy,
-collectives or other libraries are not detected: see `vit_fast.freeze`.
+A change is detected if a parameter is replaced, moved, or written to so that its version counter increments, and after
+steps of torch's optimizers, because fused ones do not increment it. See `vit_fast.freeze` for other writes.
 """
 
 from __future__ import annotations

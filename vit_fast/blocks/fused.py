@@ -1,8 +1,6 @@
-"""The classes that `fuse` gives to modules.
+"""The classes that `fuse` gives to modules, subclasses with another `forward`; `unfuse` restores the original ones.
 
-`fuse` sets the `__class__` of an instance to a subclass with another `forward`. The object, its Parameters, children,
-hooks and state_dict keys stay the same, so optimizers, EMA copies, DDP and FSDP are not affected. `unfuse` restores the
-original class.
+The object, its Parameters, children, hooks and state_dict keys stay the same, so optimizers, DDP and FSDP still work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""FixedGrid: a tower for images of any size as a model for images of one size, for ONNX and CUDA graphs.
-
-For one size, the positions and windows that the tower computes from the grids on the host are constants.
-"""
+"""FixedGrid: a tower for images of any size as a model for images of one size, for ONNX and CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Source: a state dict of any library with metadata, read from a state dict, a file, a folder or the Hugging Face Hub.
+"""Source: a state dict with metadata from a state dict, a file, a folder or the Hugging Face Hub.
 
 Files in the local Hub cache are used without network access.
 """

@@ -62,13 +62,9 @@ def _run_for_one_token(blocks: Any, x: Tensor) -> Tensor:
     parts = last.ready()
     if parts is None or parts.attention is None or parts.fp8 is not None:
         return blocks(x)
-    return _first_token(last, run_blocks(others, x))
-
-
-def _first_token(block: Any, x: Tensor) -> Tensor:
-    """Runs a block [B, N, C] -> [B, 1, C] for the first token, which attends to all tokens."""
-    attn = block.attn
-    normed = block.norm1(x)
+    x, attn = run_blocks(others, x), last.attn
+    # the first token attends to all tokens
+    normed = last.norm1(x)
     weight, bias, width = attn.qkv.weight, attn.qkv.bias, attn.qkv.weight.shape[0] // 3
     biases = (None, None) if bias is None else (bias[:width], bias[width:])
     q = F.linear(normed[:, :1], weight[:width], biases[0]).unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)
@@ -76,8 +72,8 @@ def _first_token(block: Any, x: Tensor) -> Tensor:
     k, v = kv.transpose(1, 3).unbind(2)
     q, k = attn.q_norm(q), attn.k_norm(k)
     mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-    x = x[:, :1] + block.drop_path1(block.ls1(attn.project_out(mixed, normed[:, :1])))
-    out: Tensor = x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+    x = x[:, :1] + last.drop_path1(last.ls1(attn.project_out(mixed, normed[:, :1])))
+    out: Tensor = x + last.drop_path2(last.ls2(last.mlp(last.norm2(x))))
     return out
 
 

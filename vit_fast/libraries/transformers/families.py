@@ -1,10 +1,7 @@
 """The fused classes of all model families of transformers. To fuse another family, add a row to one of the tables.
 
-Images of any size reach the layers in three ways:
-
-- Qwen's towers, and models with their code, pass cu_seqlens of images or of windows to each layer.
-- Pixtral packs the images of a batch and creates a block mask. Its fused tower also passes the lengths to its layers.
-- SigLIP 2 (NaFlex) pads. Its fused tower creates a padding mask that layers recognize by its strides.
+Images of any size reach the layers in three ways: Qwen's towers pass cu_seqlens of images or windows, Pixtral's fused
+tower packs images and passes their lengths, and SigLIP 2's fused tower passes a padding mask.
 """
 
 from __future__ import annotations
