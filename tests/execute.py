@@ -20,7 +20,7 @@ from emulator import build
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 TESTS = Path(__file__).resolve().parent
-# The tests that hold kernels against references. What checks the host alone, or whole libraries, stays with make test.
+# Tests that compare kernels with references. Tests of host code and of whole libraries run in `make test` only.
 KERNEL_TESTS = (
     "test_attention_kernel", "test_attention_varlen", "test_block_operator", "test_executed_kernels",
     "test_fp8_block", "test_graph_replay", "test_matmul_kernel", "test_mlp_kernels",

@@ -63,11 +63,6 @@ def test_transform_of_other_channels_and_aspect_ratios() -> None:
         make_transform(DataConfig(), (512, 512))(Image.new("RGB", (1, 2000)))
 
 
-def _read(image: Image.Image, path: Path, **options: object) -> Image.Image:
-    image.save(path, **options)
-    return read_image(path)
-
-
 def test_read_image_converts_every_kind_to_rgb(tmp_path: Path) -> None:
     gray = np.arange(256, dtype=np.uint8).reshape(16, 16)
     opaque, alpha = Image.fromarray(gray), Image.new("L", (16, 16), 7)
@@ -76,15 +71,18 @@ def test_read_image_converts_every_kind_to_rgb(tmp_path: Path) -> None:
         "gray.png": opaque, "gray_alpha.png": Image.merge("LA", (opaque, alpha)), "palette.png": opaque.convert("P"),
         "alpha.png": Image.merge("RGBA", (*[opaque] * 3, alpha)), "sixteen.png": wide, "sixteen.tif": wide,
     }.items():  # fmt: skip
-        found = _read(image, tmp_path / name)
+        image.save(tmp_path / name)
+        found = read_image(tmp_path / name)
         assert found.mode == "RGB"
         np.testing.assert_array_equal(np.asarray(found), np.repeat(gray[..., None], 3, axis=2), err_msg=name)
-    cmyk = _read(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), tmp_path / "cmyk.tif")
+    Image.new("CMYK", (4, 4), (0, 255, 255, 0)).save(tmp_path / "cmyk.tif")
+    cmyk = read_image(tmp_path / "cmyk.tif")
     assert cmyk.mode == "RGB" and cmyk.getpixel((0, 0)) == (255, 0, 0)
     image, exif = Image.new("RGB", (6, 4), "black"), Image.Exif()
     image.putpixel((0, 0), (255, 0, 0))
     exif[0x0112] = 6  # the camera was held a quarter turn clockwise
-    turned = _read(image, tmp_path / "turned.png", exif=exif)
+    image.save(tmp_path / "turned.png", exif=exif)
+    turned = read_image(tmp_path / "turned.png")
     assert turned.size == (4, 6) and turned.getpixel((3, 0)) == (255, 0, 0)
 
 

@@ -161,9 +161,6 @@ def test_command_reports_host_time(environment: dict[str, str]) -> None:
     assert report["violations"] == [] and report["kernels"] > 0
     rows = {row["name"]: row for row in report["rows"]}
     assert set(rows) >= {"attention", "block, inference", "block, forward + backward"}
-    for row in rows.values():
-        us = row["ours_us"]
-        assert 0 < us["p20"] <= us["median"] <= us["p80"]
-        assert row["launches"] >= 1 and row["descriptors"] >= 0  # depends on the addresses that the CPU allocates
+    assert all(row["ours_us"]["median"] > 0 and row["launches"] >= 1 for row in rows.values())
     text = block_times.host_time_text(report)
     assert "No GPU time is measured" in text and all(name in text for name in rows)
