@@ -132,9 +132,7 @@ DINO = "vit_small_patch14_reg4_dinov2"
         ("openvino", "vit_test", "fp16", ["must run on the CPU in fp32 or bf16, got torch.float16"]),
         ("triton-fp8", "vit_test", "fp32", ["float32"]),
         ("triton-fp8", "block:vit_test", "bf16", ["a single block or operator"]),
-        ("torchao-fp8", "block:vit_test", "bf16", ["a single block or operator"]),
         ("cublaslt", "mlp:14x32x64", "fp32", ["it needs a GPU", "the activation must be gelu_tanh"]),
-        ("cublaslt", "attention:20x2x16", "fp32", ["has no attention"]),
         ("flex", "vit_test", "fp32", ["must be a single operator, got vit_test"]),
         ("eager", "timm:test_vit", "fp32", ["must be one of `vit-fast models`"]),
         ("transformers", DINO, "fp32", ["reg_tokens must be 0", "no_embed_class", "init_values"]),
@@ -152,14 +150,9 @@ def test_unsupported_models_are_refused_with_all_reasons(name, word, dtype, reas
 
 
 def test_batches_are_different_images_in_memory_of_their_own() -> None:
-    model = make_group()[0].model
-    views = image_views([sample_image()], model, 6)
-    assert torch.equal(views[0], image_views([sample_image()], model, 1)[0])
-    assert torch.equal(views, image_views([sample_image()], model, 6))
-    assert len({view.numpy().tobytes() for view in views}) == 6
+    views = image_views([sample_image()], make_group()[0].model, 6)
     batches = rotating_batches(views.repeat(1, 1, 16, 16), 3, torch.float32, CPU)
     assert len({batch.data_ptr() for batch in batches}) == len(batches) >= 2
-    assert all(batch.shape == (3, 3, 512, 512) and batch.std() > 0.1 for batch in batches)
     assert not torch.equal(batches[0], batches[1])
     assert len({image.numpy().tobytes() for image in batches[0]}) == 3
 

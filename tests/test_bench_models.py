@@ -34,9 +34,6 @@ def convolution():
 
 def number():
     return 5
-
-def sized(size):
-    return convolution()
 """
 
 
@@ -106,8 +103,6 @@ def test_a_function_returns_a_model(folder: Path) -> None:
         ("folder", "no image"),
         ("--models vit_bse_patch16_224", "vit_base_patch16_224"),
         ("--models my_models:number", "must return an nn.Module, got int"),
-        ("--models my_models:sized", "TypeError"),
-        ("--models vit_test,timm:test_vitt", "timm:test_vitt"),
         ("--models vit_test,none.onnx", "none.onnx"),
         ("--models vit_test --candidates tim", "did you mean timm"),
         ("--models vit_test --candidates eager+compile:fastest", "max-autotune"),
@@ -115,17 +110,14 @@ def test_a_function_returns_a_model(folder: Path) -> None:
         ("--models vit_test --batch-sizes 0", "batch size must be >= 1, got 0"),
         ("--batch-sizes 1,x", "1,x"),
         ("--batch-sizes 99999999999", "it needs at least"),
-        ("--models vit_test --dtypes float32", "fp32, fp16, bf16"),
         ("--resume folder --train", "must be the only option"),
         ("--models vit_test --device toaster", "toaster"),
-        ("--data disk", "--data must be device, or"),
         ("--data host --device cpu", "got host"),
         ("--models vit_test --time-budget -1", "time_budget_s"),
         ("--seconds -1", "seconds must be a number of seconds >= 0"),
         ("--models vit_test --out .", "must be a new or empty folder"),
         ("--models timm:test_vit --img-size 63", "timm:test_vit"),
         ("--models vit_test --img-size 1x2x3", "got 1x2x3"),
-        ("--models vit_test --amp", "--amp requires --train"),
         ("--models vit_test --train --amp --dtypes bf16", "fp32 parameters: pass --train"),
     ],
 )

@@ -279,17 +279,6 @@ def test_the_command_takes_files(files: Path, name: str, dtype, capsys: pytest.C
     assert open_model(str(files / f"{name}.onnx"), 2, ()).example.dtype == dtype
 
 
-def test_openvino(files: Path, images) -> None:
-    pytest.importorskip("openvino")
-    plain, rounded = Candidate("openvino"), Candidate("openvino", precision="bf16")
-    for tried in (trials.candidates, trials.candidates_of_file):
-        assert {plain, rounded} <= set(tried(torch.device("cpu"), ["bf16"]))
-    file, choice = OnnxFile(files / "plain.onnx"), Candidate("openvino", threads=1, split=3)
-    tried = trials.Trials(file, images)
-    tried.prepare(choice, 60)
-    torch.testing.assert_close(tried.prepared[choice][0](images), file(images), atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.slow
 def test_signals_are_handled_after_openvino_models_are_deleted(files: Path) -> None:
     """In a process of its own, which a signal would crash."""
@@ -310,16 +299,23 @@ def test_signals_are_handled_after_openvino_models_are_deleted(files: Path) -> N
     assert (ended.returncode, ended.stdout) == (0, "handled\n"), ended.stderr
 
 
-def test_openvino_takes_images_in_bf16(files: Path, images) -> None:
+def test_openvino(files: Path, images) -> None:
+    """Also with images in bf16."""
     pytest.importorskip("openvino")
-    path, candidate, rounded = files / "plain.onnx", Candidate("openvino", precision="bf16"), images.bfloat16()
-    exact = open_file(Candidate("openvino"), path, images, None)(rounded.float())
+    plain, rounded = Candidate("openvino"), Candidate("openvino", precision="bf16")
+    for tried in (trials.candidates, trials.candidates_of_file):
+        assert {plain, rounded} <= set(tried(torch.device("cpu"), ["bf16"]))
+    path, images = files / "plain.onnx", images.bfloat16()
+    exact = OnnxFile(path)(images.float())
+    found = build(Candidate("openvino", threads=1, split=3), OnnxFile(path), images.float(), exact, ())(images.float())
+    torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
     try:
-        run = open_file(candidate, path, rounded, None)
+        run = open_file(rounded, path, images, None)
     except UnsupportedInputError as error:
         pytest.skip(str(error))
-    expected = open_file(candidate, path, images, None)(rounded.float())
-    for given in (rounded, rounded.contiguous(memory_format=torch.channels_last)):
-        assert (found := run(given)).dtype == torch.float32
+    expected = open_file(rounded, path, images.float(), None)(images.float())
+    for given in (images, images.contiguous(memory_format=torch.channels_last)):
+        found = run(given)
+        assert found.dtype == torch.float32
         # the error of images in fp32, doubled because OpenVINO converts them elsewhere in the graph
         assert (found - exact).abs().max() <= 2 * (expected - exact).abs().max()
