@@ -41,7 +41,7 @@ TRAINING = ("train*",)
 PARTS: dict[str, tuple[str, ...]] = {
     "kernels": (*KERNELS, *COMPILED, "fp8_*", "transforms"),
     "kernels/attention": ("attention_*", "kernel_shapes", *COMPILED, "packed", "block_operator", "fp8_block"),
-    "kernels/inspect": (*COMPILED, "attention_tuning", "packaging"),
+    "kernels/inspect": (*COMPILED, "kernel_shapes", "packaging"),
     "vit_fast": (*FUSED, *FP8, *PREDICTION, *MODEL, "stand_in_driver", "transforms", "runtime", "cli"),
     "vit_fast/blocks": (*FUSED, *FP8, *MODEL, "stand_in_driver", "transforms", "runtime"),
     "vit_fast/fusion": (*FUSED, *FP8, *MODEL, "stand_in_driver", "transforms", "runtime"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -75,8 +74,7 @@ def test_scales_are_copied_saved_and_loaded_with_the_weights(model: Any, dtype: 
     vit_fast.fuse(fresh)
     fresh.load_state_dict(model.state_dict())
     saved = vit_fast.load(vit_fast.save(model, tmp_path / "model.safetensors"))
-    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model).to(dtype).float()
-    assert all(same_scales(each, expected) for each in (*copies, fresh, saved))
+    assert all(same_scales(each, expected) for each in (copy.deepcopy(model).to(dtype).float(), fresh, saved))
     vit_fast.load_weights(fresh, vit_fast.save(copy.deepcopy(model).to(dtype), tmp_path / "half.safetensors"))
     assert same_scales(fresh, expected)
     with pytest.raises(RuntimeError, match=rf"Missing key.*blocks.0.{PLACE}.qkv"):
