@@ -53,6 +53,15 @@ class Optimized:
         reason = f"can only be called, and has no {name}: change the original model, and optimize that again"
         raise AttributeError(f"the result of vit_fast.optimize {reason}")
 
+    def eval(self) -> Optimized:
+        return self  # it always runs in eval mode
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.candidate.engine != "torch" or not isinstance(self._function, nn.Module):
+            reason = "it cannot be pickled: call result.save(path), and vit_fast.load_optimized(path, model) there"
+            raise UnsupportedInputError(f"a model optimized as {self.candidate.name!r}", [reason])
+        return super().__reduce_ex__(protocol)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:
         return self
 
