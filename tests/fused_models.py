@@ -114,7 +114,7 @@ def torchvision_vit(depth: int = 2, **dropout: float) -> nn.Module:
 
 
 def torch_encoder(depth: int = 2, dropout: float = 0.0) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(64, 2, 128, dropout, "relu", norm_first=True, batch_first=True)
+    layer = nn.TransformerEncoderLayer(64, 2, 128, dropout, "gelu", norm_first=True, batch_first=True)
     return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
 
 
@@ -180,7 +180,9 @@ SUBJECTS: dict[str, Subject] = {
     "torchvision-vit": Subject(torchvision_vit, images("x")),
     "torch-encoder": Subject(torch_encoder, lambda: {"src": torch.randn(2, 5, 64)}),
     "vit-fast": Subject(plain_vit, images("images")),
-    "vit-fast-dinov3": Subject(functools.partial(plain_vit, name="vit_small_patch16_dinov3"), images("images")),
+    "vit-fast-dinov3": Subject(
+        functools.partial(plain_vit, name="vit_small_patch16_dinov3", act_layer="relu"), images("images")
+    ),
 }  # fmt: skip
 
 

@@ -129,24 +129,17 @@ def test_frozen_in_inference_mode(created_inside: bool) -> None:
 # --- changed weights: folded, packed and in e4m3 ----------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["folded", "fp8", "packed"])
-def made(request: pytest.FixtureRequest) -> nn.Module:
-    subject = SUBJECTS["vit-fast"]
-    dtype = torch.bfloat16 if request.param == "fp8" else torch.float32
-    model = subject.build().eval().to(torch.device("cpu") if request.param == "packed" else DEVICE, dtype)
-    if request.param == "fp8":
+@pytest.fixture(params=["folded", "fp8", "packed"])
+def model(request: pytest.FixtureRequest) -> Any:
+    """Returns a frozen model."""
+    subject, is_fp8 = SUBJECTS["vit-fast"], request.param == "fp8"
+    dtype = torch.bfloat16 if is_fp8 else torch.float32
+    model = subject.build().eval().to("cpu" if request.param == "packed" else DEVICE, dtype)
+    if is_fp8:
         vit_fast.calibrate(model, subject.inputs()["images"].to(DEVICE, dtype))
-    backends = {"folded": {"backend": "triton"}, "packed": {"backend": "sdpa"}, "fp8": {"precision": "fp8"}}
-    vit_fast.fuse(model, **backends[request.param])
-    return model
-
-
-@pytest.fixture
-def model(made: nn.Module) -> Any:
-    """Returns a frozen copy."""
-    model = copy.deepcopy(made)
+    options = {"folded": {"backend": "triton"}, "packed": {"backend": "sdpa"}, "fp8": {"precision": "fp8"}}
+    vit_fast.fuse(model, **options[request.param])
     assert len(vit_fast.freeze(model)) == 2
-    is_fp8 = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     assert all(isinstance(each, FrozenFp8) == is_fp8 for each in frozen_of(model))
     return model
 
@@ -157,7 +150,7 @@ def cached(model: nn.Module) -> list[Tensor]:
         each.ensure_current()
     tensors = [tensor.float().clone() for each in frozen_of(model) for tensor in each.tensors]
     packed = [each for each in frozen_of(model) if isinstance(each, Packed)]
-    layers = [step for each in packed for step in each.steps() if isinstance(step, PackedLinear)]
+    layers = [step for each in packed for step in vars(each.steps()).values() if isinstance(step, PackedLinear)]
     return tensors + [layer(torch.eye(layer.shape[1])) for layer in layers]
 
 

@@ -28,11 +28,11 @@ DTYPES = [
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
 
 # One of each kind of block: plain, LayerScale, QuickGELU, GELU's tanh form, qk-norm, rotary embeddings with separate
-# biases, norms inside, SwiGLU with RMSNorm, separate q, k and v, packed sequences, vit-fast.
+# biases, norms inside, SwiGLU with RMSNorm, separate q, k and v, packed sequences, vit-fast, ReLU.
 FAST = (
     "timm-vit", "timm-dinov2-registers", "timm-clip-quickgelu", "timm-siglip", "timm-qk-norm", "timm-eva02",
-    "timm-gated", "timm-deepseek", "transformers-vit", "transformers-dinov3-gated", "torchvision-vit",
-    "torch-encoder", "vit-fast",
+    "timm-gated", "timm-deepseek", "transformers-vit", "transformers-dinov3-gated", "torchvision-vit", "vit-fast",
+    "vit-fast-dinov3",
 )  # fmt: skip
 NOT_IN_OLDEST = {
     "timm-rope-mixed": "with timm 1.0.20, blocks with these positions run as modules",
