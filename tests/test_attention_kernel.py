@@ -36,25 +36,19 @@ HALF = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (16, 32, 48, 64, 72, 80, 88, 96, 128)
 FAST_LENGTHS = (1, 9, 17, 50, 65, 128, 129, 197)  # multiples of the tile sizes, and others
 SLOW_LENGTHS = (2, 8, 16, 49, 64, 127, 196, 198, 200, 201, 233, 240, 255, 256, 257, 577)
-
-
-def _in_turn(lengths: tuple[int, ...]) -> list[tuple[object, ...]]:
-    turn = zip(lengths, cycle((1, 3)), cycle((64, 16, 80, 32, 72, 48, 96)), cycle(HALF))
-    return [(1, n, n, heads, head_dim, dtype) for n, heads, head_dim, dtype in turn]
-
+HEADS, DIMS = cycle((1, 3)), cycle((64, 16, 80, 32, 72, 48, 96))
 
 # batch, queries, keys, heads, head_dim, dtype
 SHAPES = [
-    *_in_turn(FAST_LENGTHS),
+    *((1, n, n, next(HEADS), next(DIMS), dtype) for n, dtype in zip(FAST_LENGTHS, cycle(HALF))),
     *((1, n, n, 1, 64, DTYPES[0]) for n in (1, 17, 129)),
     *((2, 20, 20, 2, d, dtype) for d, dtype in zip(HEAD_DIMS, cycle(DTYPES))),
-    *((2, 5, 5, heads, 16, torch.float16) for heads in (12, 16)),
-    (1, 21, 21, 3, 75, torch.float16),
+    (2, 5, 5, 12, 16, torch.float16), (1, 21, 21, 3, 75, torch.float16),
     (1, 1, 196, 2, 72, torch.float16), (1, 3, 300, 2, 64, torch.float16), (1, 70, 5, 2, 32, torch.float16),
     (0, 197, 197, 3, 64, torch.float16),
 ]  # fmt: skip
 SLOW_SHAPES = [
-    *_in_turn(SLOW_LENGTHS),
+    *((1, n, n, next(HEADS), next(DIMS), dtype) for n, dtype in zip(SLOW_LENGTHS, cycle(HALF))),
     (1, 1025, 1025, 1, 16, torch.float16),
     *((2, 20, 20, 2, head_dim, dtype) for head_dim in HEAD_DIMS for dtype in DTYPES),
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -134,23 +134,17 @@ def test_statistics_of_input_and_output(rows: str, width: int, form: str) -> Non
         torch.testing.assert_close(emitted, statistics_of(y))
 
 
-@pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[MatmulConfig]]:
-    """Returns a list; every matmul runs with the configuration that the test adds to it."""
-    chosen: list[MatmulConfig] = []
-    monkeypatch.setattr(linear, "matmul_config", lambda *_: chosen[0])
-    yield chosen
-
-
 def _shipped() -> list[tuple[torch.dtype, MatmulConfig]]:
-    shipped: dict[tuple[torch.dtype, MatmulConfig], None] = {}
-    for arch in (KERNEL_ARCH,) if KERNEL_ARCH else ("sm_80", "sm_90", "sm_100"):
-        for kind, dtype in (("half", torch.bfloat16), ("tf32", torch.float32)):
-            for epilogue in ("layer_norm", "activation_grad"):
-                for tma in (True, False):
-                    for config in matmul_policy.config_table(arch, kind, epilogue, tma):
-                        shipped[dtype, config] = None
-    return list(shipped)
+    archs = (KERNEL_ARCH,) if KERNEL_ARCH else ("sm_80", "sm_90", "sm_100")
+    kinds = (("half", torch.bfloat16), ("tf32", torch.float32))
+    shipped = [
+        (dtype, config)
+        for arch, (kind, dtype), epilogue, tma in product(
+            archs, kinds, ("layer_norm", "activation_grad"), (True, False)
+        )
+        for config in matmul_policy.config_table(arch, kind, epilogue, tma)
+    ]
+    return list(dict.fromkeys(shipped))
 
 
 @pytest.mark.parametrize(
@@ -158,9 +152,9 @@ def _shipped() -> list[tuple[torch.dtype, MatmulConfig]]:
     [pytest.param(*case, marks=[pytest.mark.slow] if i % 4 else []) for i, case in enumerate(_shipped())],
     ids=lambda value: str(value).replace("MatmulConfig", ""),
 )
-def test_every_shipped_configuration(dtype: torch.dtype, config: MatmulConfig, only: list[MatmulConfig]) -> None:
+def test_every_shipped_configuration(dtype: torch.dtype, config: MatmulConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """With these sizes, each configuration has full, partial and empty tiles."""
-    only.append(config)
+    monkeypatch.setattr(linear, "matmul_config", lambda *_: config)
     check_case(make_case(140, 40, 264, dtype))
 
 
