@@ -179,8 +179,8 @@ def test_errors_of_calls() -> None:
             runner(**inputs | {"grid_thw": torch.tensor(changed)})
     pixtral = vit_fast.GraphRunner(build("pixtral")[1], budgets=(64,))
     given = FAMILIES["pixtral"].call(MIXED)
-    for sizes in (given["image_sizes"][:-1], [(512, 512), *given["image_sizes"][1:]]):
-        with pytest.raises(ValueError, match=r"zip\(\) argument|must have shape|at most 64 tokens"):
+    for sizes in (given["image_sizes"][:-1], given["image_sizes"] * 0, [(512, 512), *given["image_sizes"][1:]]):
+        with pytest.raises(ValueError, match=r"zip\(\) argument|must have shape|at most 64 tokens|at least one token"):
             pixtral(**given | {"image_sizes": sizes})
     video = grids(((2, 4), (4, 2)), frames=2)
     with torch.no_grad():

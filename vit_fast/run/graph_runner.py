@@ -135,6 +135,8 @@ class GraphRunner:
             UnsupportedInputError: no graph can run the call, and fallback is "error"; lists all reasons.
         """
         call = self._tower.read(*args, **kwargs)
+        if min(call.lengths, default=1) < 1:
+            raise ValueError(f"each image must have at least one token by its grid or size, got {call.lengths}")
         if self._eager or not call.lengths:
             with torch.no_grad():
                 return self._tower.eager(*args, **kwargs)
