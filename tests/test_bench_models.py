@@ -208,10 +208,9 @@ def test_the_batch_is_doubled_while_throughput_grows(monkeypatch: pytest.MonkeyP
 
 
 def test_image_sizes_are_compared_separately() -> None:
-    record = measure("vit_test", "eager", "sdpa", img_size=[[32], [64, 32]], dtypes=["fp32"])
-    assert [(row["img_size"], row["tokens"], row["status"]) for row in record["rows"]] == [
-        (size, tokens, "measured") for size, tokens in (([32, 32], 17), ([64, 32], 33)) for _ in range(2)
-    ]
+    record = measure("vit_test", "eager", img_size=[[32], [64, 32]], dtypes=["fp32"])
+    found = [(row["img_size"], row["tokens"], row["status"]) for row in record["rows"]]
+    assert found == [([32, 32], 17, "measured"), ([64, 32], 33, "measured")]
     assert [control["img_size"] for control in record["controls"]] == [[32, 32], [64, 32]]
     assert list(report.groups(record)) == ["vit_test, fp32, batch 2, 32x32", "vit_test, fp32, batch 2, 64x32"]
 
