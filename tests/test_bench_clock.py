@@ -220,7 +220,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Simulated:
 
 @pytest.mark.parametrize(("host_ms", "device_ms"), [(0.02, 5.0), (0.7, 0.1), (43.0, 60.0)])
 def test_hidden_launches_leave_the_devices_time(gpu: Simulated, host_ms: float, device_ms: float) -> None:
-    """Also if the host needs many times longer than the device; neither the flush nor the sleep is counted."""
+    """Neither the flush nor the sleep is counted, also if the host needs many times longer than the device."""
     call = gpu.call(host_ms, device_ms)
     found, again = time_interleaved({"a": call, "again": call}, "cuda", QUICK).values()
     assert found.ms == again.ms == pytest.approx(device_ms, rel=1e-9)
