@@ -47,7 +47,12 @@ class Frozen:
         with self._lock, torch.inference_mode(False), torch.no_grad():
             snapshots = [_snapshot(owner, name) for owner, name in self._sources]
             self._recompute()
-            self._snapshots = snapshots if not self.tensors or _is_written(self.tensors[0]) else []
+            if self.tensors and self.tensors[0].is_cuda:
+                if torch.cuda.is_current_stream_capturing():
+                    snapshots = []
+                else:  # wait until the GPU has written the tensors, because other streams read them
+                    torch.cuda.current_stream(self.tensors[0].device).synchronize()
+            self._snapshots = snapshots
 
     def _recompute(self) -> None:
         computed = self._computed()
@@ -118,14 +123,6 @@ def _snapshot(owner: nn.Module, name: str) -> _Snapshot:
         return own, place, name, None, 0, 0, None
     version = -1 if tensor.is_inference() else tensor._version
     return own, place, name, tensor, version, tensor.data_ptr(), tensor.untyped_storage()
-
-
-def _is_written(tensor: Tensor) -> bool:
-    """Waits until the GPU has written a tensor, because other streams read it; returns False in CUDA-graph capture."""
-    is_capturing = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-    if tensor.is_cuda and not is_capturing:
-        torch.cuda.current_stream(tensor.device).synchronize()
-    return not is_capturing
 
 
 @functools.cache

@@ -172,9 +172,15 @@ def warm_up(
     # the copy shares the parameters, but not the buffers
     copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).train(training)
 
+    wanted = [parameter for parameter in copied.parameters() if parameter.requires_grad]
+
     def call_each() -> None:
         for size in sorted(set(batch_sizes)):
-            _call(copied, example[:1].expand(size, *example.shape[1:]).contiguous(), training)
+            with torch.set_grad_enabled(training):
+                results = pytree.tree_leaves(copied(example[:1].expand(size, *example.shape[1:]).contiguous()))
+                outputs = [value for value in results if isinstance(value, Tensor) and value.requires_grad]
+                if outputs and wanted:
+                    torch.autograd.grad(outputs, wanted, list(map(torch.zeros_like, outputs)), allow_unused=True)
 
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with (
@@ -184,12 +190,3 @@ def warm_up(
     ):
         kernels, compiled = compile_launches(call_each, progress)
     return WarmUp(kernels, compiled, time.perf_counter() - start)
-
-
-def _call(model: nn.Module, images: Tensor, training: bool) -> None:
-    with torch.set_grad_enabled(training):
-        results = pytree.tree_leaves(model(images))
-        outputs = [value for value in results if isinstance(value, Tensor) and value.requires_grad]
-        wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if outputs and wanted:
-            torch.autograd.grad(outputs, wanted, [torch.zeros_like(output) for output in outputs], allow_unused=True)
