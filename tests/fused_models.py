@@ -49,8 +49,8 @@ class Subject:
         return self.output(model(**inputs))
 
 
-def images(name: str, size: int = IMAGE) -> Callable[[], dict[str, Tensor]]:
-    return lambda: {name: torch.randn(2, 3, size, size)}
+def images(name: str, height: int = IMAGE, width: int | None = None) -> Callable[[], dict[str, Tensor]]:
+    return lambda: {name: torch.randn(2, 3, height, width or height)}
 
 
 def _skip_if_unknown(library: str, known: bool, model: str) -> None:
@@ -155,10 +155,8 @@ SUBJECTS: dict[str, Subject] = {
     "transformers-dinov2": transformers_subject("Dinov2Model", mlp_ratio=2),
     "transformers-clip": transformers_subject("CLIPVisionModel", "pooler_output"),
     "transformers-siglip": transformers_subject("SiglipVisionModel", "pooler_output"),
-    "transformers-siglip2": Subject(
-        transformers_subject("Siglip2VisionModel", num_patches=4).make,
-        _siglip2_inputs,
-        lambda result: result.pooler_output,
+    "transformers-siglip2": dataclasses.replace(
+        transformers_subject("Siglip2VisionModel", "pooler_output", num_patches=4), inputs=_siglip2_inputs
     ),
     "transformers-beit": transformers_subject("BeitModel", use_relative_position_bias=True),
     "transformers-dinov2-giant": transformers_subject("Dinov2Model", use_swiglu_ffn=True),
@@ -167,13 +165,10 @@ SUBJECTS: dict[str, Subject] = {
         "DINOv3ViTModel", use_gated_mlp=True, hidden_act="silu", num_register_tokens=2
     ),
     "transformers-aimv2": transformers_subject("Aimv2VisionModel"),
-    "transformers-internvl-6b": transformers_subject(
-        "InternVLVisionModel", norm_type="rms_norm", use_qk_norm=True
-    ),
-    "transformers-vit-mae": Subject(
-        transformers_subject("ViTMAEModel", mask_ratio=0.0).make,
-        lambda: {"pixel_values": torch.randn(2, 3, IMAGE, IMAGE), "noise": torch.rand(2, 4)},
-        lambda result: result.last_hidden_state,
+    "transformers-internvl-6b": transformers_subject("InternVLVisionModel", norm_type="rms_norm", use_qk_norm=True),
+    "transformers-vit-mae": dataclasses.replace(
+        transformers_subject("ViTMAEModel", mask_ratio=0.0),
+        inputs=lambda: {"pixel_values": torch.randn(2, 3, IMAGE, IMAGE), "noise": torch.rand(2, 4)},
     ),
     "transformers-dpt": transformers_subject("DPTModel", backbone_out_indices=[0, 1]),
     "transformers-vitpose": vitpose_subject(),
