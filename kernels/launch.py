@@ -127,12 +127,12 @@ def _specialization_of(value: Any) -> Any:
     kind = type(value)
     if kind is int or value is None:
         return value
-    if isinstance(value, TensorDescriptor):
+    if kind is tuple:
+        return tuple(map(_specialization_of, value))
+    if kind is TensorDescriptor:
         return value.base.dtype, *value.block_shape
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    if kind is tuple:
-        return tuple(map(_specialization_of, value))
     return kind if kind is float else (kind, value)  # as keys, True and 1 are equal; triton distinguishes them
 
 

@@ -52,8 +52,10 @@ def tma_allows(tensor: torch.Tensor) -> bool:
 
 def _tile_arguments(name: str, tensor: torch.Tensor, rows: int, tma: bool) -> dict[str, Any]:
     """Returns the arguments `name` and `name`_hi for the LO and HI blocks of a tile (attention_tiles.py)."""
-    widths = [width if rows else 0 for width in split_head_dim(tensor.shape[-1])]
-    blocks: list[Any] = [tensor if width else None for width in widths]
+    if rows == 0:
+        return {name: None, f"{name}_hi": None}
+    widths = split_head_dim(tensor.shape[-1])
+    blocks: list[Any] = [tensor, tensor if widths[1] else None]
     if tma:
         legal = _ALIGNMENT // tensor.element_size()
         strides = [step if length > 1 else legal for length, step in zip(tensor.shape[:-1], tensor.stride()[:-1])]

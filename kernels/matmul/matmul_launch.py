@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,7 @@ _POINTERS = (
     "mean", "rstd", "bias", "weight_sum", "scale", "out_scale", "row_part", "out_part", "column_part", "hidden",
     "along",
 )  # fmt: skip
+_POINTER_ARGUMENTS, _pointers_of = [f"{name}_ptr" for name in _POINTERS], operator.attrgetter(*_POINTERS)
 # Widths of tensors as multiples of N, by epilogue and tensor; all others are N wide.
 _WIDER = {("gated", "out"): 0.5, ("gated_grad", "out"): 2, ("gated_grad", "z"): 2}
 TL_DTYPES = {
@@ -187,7 +189,7 @@ def matmul_launch(
         "out": o.out if epilogue == "partial" else by_sub_tiles("out"),
         "z": o.z if reads_z and early else by_sub_tiles("z"), "h": by_sub_tiles("h"),
         "x": o.x if early else by_sub_tiles("x"), "residual": o.residual if early else by_sub_tiles("residual"),
-        "out8": by_sub_tiles("out8"), **{f"{name}_ptr": getattr(o, name) for name in _POINTERS},
+        "out8": by_sub_tiles("out8"), **dict(zip(_POINTER_ARGUMENTS, _pointers_of(o))),
         "M": M, "N": N, "K": K, "eps": o.eps, "b_ptr": o.b if dependent else None, "splits": split_k, **head_args,
     }  # fmt: skip
     constants = {

@@ -234,12 +234,15 @@ def _require_supported(t: BlockTensors, x: Tensor, dtype: torch.dtype) -> None:
         reasons.append(f"x must have {first.shape[1]} channels like the weight of the first layer, got {x.shape[-1]}")
     if (tokens := x.numel() // max(x.shape[-1], 1)) > MAX_TOKENS:
         reasons.append(f"x must have at most {MAX_TOKENS} tokens, got {tokens}")
+    dtypes = (dtype, torch.float32, E4M3) if t.is_fp8 else (dtype, torch.float32)
     for name, tensor in t._asdict().items():
+        if tensor is None or (tensor.device == x.device and tensor.dtype in dtypes):
+            continue
         if what == "layer_norm_mlp":  # its arguments have other names
             name = name.replace("norm2", "norm").replace("scale2", "layer_scale").replace("inner_", "inner_norm.")
-        if tensor is not None and tensor.device != x.device:
+        if tensor.device != x.device:
             reasons.append(f"{name} must be on {x.device} like x, got {tensor.device}")
-        if tensor is not None and tensor.dtype not in (dtype, torch.float32, *((E4M3,) if t.is_fp8 else ())):
+        if tensor.dtype not in dtypes:
             whose = "x" if dtype == x.dtype else "autocast"
             reasons.append(f"{name} must be float32 or have the dtype of {whose}, {dtype}, got {tensor.dtype}")
     if reasons:
