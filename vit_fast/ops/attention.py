@@ -175,9 +175,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Drop-in replacement for torch.nn.functional.scaled_dot_product_attention, with the same signature and results.
 
-    The Triton kernel runs calls without a mask, or with a boolean padding mask that is equal for all queries and heads.
-    A mask is recognized by sizes and strides; its values are not read. torch's function runs all other calls, e.g. with
-    dropout, causal masks, grouped queries or torch.func transforms, or if `sdpa_kernel` allows only MATH.
+    On supported GPUs, the Triton kernel runs calls without a mask, or with a boolean padding mask that is equal for all
+    queries and heads. A mask is recognized by sizes and strides; its values are not read. torch's function runs all
+    other calls, e.g. with dropout, causal masks, grouped-query attention or torch.func, or if only MATH is allowed.
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     # torch's function runs nested tensors, subclasses such as DTensor, and torch.fx Proxies. Check the tensors first:
@@ -199,7 +199,7 @@ def scaled_dot_product_attention(
 
 
 def _mismatch(q: Tensor, k: Tensor, v: Tensor, shape: str) -> str:
-    """Returns why no backend can compute attention of q, k and v, which must have the described shape, or ""."""
+    """Returns an error message if q, k and v do not match each other or the pattern `shape`, else ""."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != shape.count(",") + 1:
             return f"{name} must have shape {shape}, got {tuple(tensor.shape)}"
@@ -321,7 +321,7 @@ def attention_forward(
     """Returns softmax(scale q k^T) v in the layout of q, and the base-2 log-sum-exp of each softmax, fp32 [B, H, N_q].
 
     `qkv` is q, k and v [B, H, N, D], or one tensor [B, N, 3, H, D]; for packed sequences 3 x [total, H, D],
-    [total, 3, H, D] or [1, total, 3, H, D]. With out_factor, fp32 [1], the output times out_factor is e4m3.
+    [total, 3, H, D] or [1, total, 3, H, D]. With out_factor, fp32 [1], returns output * out_factor in e4m3.
     """
     q, k, v = _heads_first(qkv)
     out, view, lse = _new_output(qkv, None if out_factor is None else E4M3)
@@ -366,7 +366,7 @@ def attention_gradient(
 
 
 def _flop(qkv: Any, cu_seqlens: Any, key_mask: Any, max_seqlen: int, scale: float) -> int:
-    """Returns the FLOP of both matmuls of a forward: for packed sequences an upper bound, max_seqlen keys per query."""
+    """Returns the FLOPs of both forward matmuls; for packed sequences an upper bound with max_seqlen keys per query."""
     if cu_seqlens is None:
         max_seqlen = qkv[0][1] if len(qkv) == 1 else qkv[1][2]
     return 4 * math.prod(qkv[0]) * max_seqlen // (3 if len(qkv) == 1 else 1)

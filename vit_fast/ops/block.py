@@ -6,8 +6,8 @@
 One kernel folds the norms into the weights of qkv and fc1, unless `folded.py` has already done so. For drop path, run
 one half with residual=False, and compute x + drop_path(output).
 
-A block passes LayerNorm statistics of its output, fp32 [M, 2, row_parts(C)] for M tokens, to the next block. The kernel
-that writes the output computes statistics per 64 columns; the next kernel combines them (`kernels/row_parts.py`).
+A block with half-precision x passes LayerNorm statistics of its output, fp32 [M, 2, row_parts(C)], to the next block.
+M is the number of tokens. One kernel writes statistics per 64 columns; the next combines them (`kernels/row_parts.py`).
 
 The backward (`block_backward.py`) needs the input of each norm. fp32 inputs are saved normalized, in the dtype of the
 matmuls, with the reciprocal standard deviation rstd, fp32 [1, M]. Half-precision inputs are saved with mean and rstd.
@@ -121,14 +121,14 @@ def fused_block(
 
 
 def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Returns the output, if requested its LayerNorm statistics and e4m3 copy, and the tensors in `_new_names`."""
+    """Returns the output, its LayerNorm statistics and e4m3 copy if requested, and tensors named by `_new_names`."""
     from ..kernels.linear import linear, scaled_weights
 
     s = BlockSettings.read(settings)
     t, qk, x8, next_factor = tensors_of(tensors, s)
     _require_supported(t, x, s.dtype)
     saved: dict[str, Any] = {}
-    rows, step = as_matrix(x), None
+    tokens, step = as_matrix(x), None
     if t.qkv_weight is not None:
         head_dim = t.qkv_weight.shape[0] // (3 * s.heads)
         norm_dtype = None if s.saves or t.is_fp8 else s.dtype
@@ -139,10 +139,10 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
         weights["fc2"] = t.fc2_weight
     wide = {name: weight for name, weight in weights.items() if weight.dtype != E4M3}
     weights |= dict(zip(wide, scaled_weights.in_dtype(s.dtype, *wide.values())))  # in one launch
-    y, emitted = rows, statistics
+    y, emitted = tokens, statistics
     y8 = None if x8 is None else as_matrix(x8)
     if step is not None:
-        norm_input = _norm_input(rows, statistics, y8, t.qkv_factor, s.eps1, folded["qkv"], s)
+        norm_input = _norm_input(tokens, statistics, y8, t.qkv_factor, s.eps1, folded["qkv"], s)
         flat, _, normed = linear.layer_norm_linear(
             norm_input, folded["qkv"], head_step=step.head_step, dtype=s.dtype, saves=s.saves
         )
@@ -153,14 +153,14 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
         saved |= {"qkv": ready, "mixed": mixed, "lse": lse, "before_norm": before}
         # before fc1, a separate kernel normalizes fp32 tokens and reads no statistics
         statistics_too = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32
-        y8 = None if t.fc1_factor is None else torch.empty_like(rows, dtype=E4M3)
+        y8 = None if t.fc1_factor is None else torch.empty_like(tokens, dtype=E4M3)
         y, emitted = linear.linear_residual(
-            as_matrix(mixed.flatten(2)), weights["proj"], t.proj_bias, t.scale1, rows if s.residual else None,
+            as_matrix(mixed.flatten(2)), weights["proj"], t.proj_bias, t.scale1, tokens if s.residual else None,
             statistics_too, _output_dtype(x.dtype, t._replace(fc1_weight=None), s), y8, t.fc1_factor,
         )  # fmt: skip
     if t.fc1_weight is not None:
         norm_input = _norm_input(y, emitted, y8, t.fc1_factor, s.eps2, folded["fc1"], s)
-        y8 = None if next_factor is None else torch.empty_like(rows, dtype=E4M3)
+        y8 = None if next_factor is None else torch.empty_like(tokens, dtype=E4M3)
         y, emitted = _mlp(y, norm_input, folded, weights.get("fc2"), t, y8, next_factor, saved, s)
     outputs = [y.view(x.shape), *([] if emitted is None or not s.next_statistics else [emitted])]
     outputs += [] if next_factor is None or y8 is None else [y8.view(x.shape)]
@@ -168,23 +168,23 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
 
 
 def _norm_input(
-    rows: Tensor, statistics: Tensor | None, tokens_fp8: Tensor | None, factor: Tensor | None, eps: float,
+    tokens: Tensor, statistics: Tensor | None, tokens_fp8: Tensor | None, factor: Tensor | None, eps: float,
     linear: FoldedLinear, s: BlockSettings,
 ) -> NormInput:  # fmt: skip
     from ..kernels import layer_norm
 
     if factor is None:
-        return layer_norm.norm_input(rows, eps, statistics, s.dtype, linear.weight_sum is None)
+        return layer_norm.norm_input(tokens, eps, statistics, s.dtype, linear.weight_sum is None)
     if tokens_fp8 is None or statistics is None:
-        tokens_fp8 = torch.empty_like(rows, dtype=E4M3)
-        statistics = layer_norm.new_statistics(rows.shape[0], rows.shape[1], rows.device)
-        layer_norm.layer_norm_statistics_launch(rows, statistics, tokens_fp8, factor).run()
+        tokens_fp8 = torch.empty_like(tokens, dtype=E4M3)
+        statistics = layer_norm.new_statistics(tokens.shape[0], tokens.shape[1], tokens.device)
+        layer_norm.layer_norm_statistics_launch(tokens, statistics, tokens_fp8, factor).run()
     return layer_norm.NormInput(tokens_fp8, statistics, eps)
 
 
 def _mlp(
-    rows: Tensor, norm_input: NormInput, folded: dict[str, FoldedLinear], fc2: Tensor | None, t: BlockTensors,
-    out8: Tensor | None, out_scale: Tensor | None, saved: dict[str, Any], s: BlockSettings,
+    tokens: Tensor, norm_input: NormInput, folded: dict[str, FoldedLinear], fc2: Tensor | None, t: BlockTensors,
+    out8: Tensor | None, out_factor: Tensor | None, saved: dict[str, Any], s: BlockSettings,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from ..kernels import layer_norm
     from ..kernels.linear import hidden_norm, linear
@@ -192,17 +192,17 @@ def _mlp(
     fc1, (C, F) = folded["fc1"], t.fc2_weight.shape
     gated, part = fc1.shift.shape[0] != F, None
     if fc2 is None and s.dtype != torch.float32:  # a norm before fc2
-        part = layer_norm.new_statistics(rows.shape[0], F, rows.device)
+        part = layer_norm.new_statistics(tokens.shape[0], F, tokens.device)
     h, z, normed = linear.layer_norm_linear(
         norm_input, fc1, s.activation, gated, out_part=part, dtype=s.dtype if t.fc2_factor is None else E4M3,
         out_scale=t.fc2_factor, saves=s.saves,
     )  # fmt: skip
     if s.saves:
         saved |= {"norm2_input": normed.source, "statistics2": normed.statistics, "z": z}
-    dtype, base = _output_dtype(rows.dtype, t, s), rows if s.residual else None
+    dtype, base = _output_dtype(tokens.dtype, t, s), tokens if s.residual else None
     if fc2 is not None:
-        return linear.linear_residual(h, fc2, t.fc2_bias, t.scale2, base, s.next_statistics, dtype, out8, out_scale)
-    emitted = layer_norm.new_statistics(rows.shape[0], C, rows.device) if s.next_statistics else None
+        return linear.linear_residual(h, fc2, t.fc2_bias, t.scale2, base, s.next_statistics, dtype, out8, out_factor)
+    emitted = layer_norm.new_statistics(tokens.shape[0], C, tokens.device) if s.next_statistics else None
     y, branch, hidden = hidden_norm.hidden_linear_residual(
         h, part, folded["fc2"], s.inner_eps, t.scale2, base, emitted, dtype, s.saves
     )

@@ -36,7 +36,7 @@ def normalize(x: Tensor, norm: Norm) -> Tensor:
 
 
 def qk_norm_rope(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tensor:
-    """Normalizes and rotates q and k of qkv [B, N, 3, H, D]; the tables must be [B or 1, H or 1, T, D/2]."""
+    """Normalizes and rotates q and k of qkv [B, N, 3, H, D]; cos and sin must be [B or 1, H or 1, T, D/2]."""
     qk, v = qkv[:, :, :2], qkv[:, :, 2:]
     if qk_norm is not None:
         start = -1 if qk_norm.over == "head" else -2

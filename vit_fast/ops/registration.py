@@ -192,7 +192,7 @@ _flop_lock = threading.Lock()
 def register_flop_formulas() -> None:
     """Registers the FLOP formulas with torch and with existing FlopCounterModes, which contain copies of torch's table.
 
-    `backends.py` calls this before the first operator runs: torch.utils.flop_counter imports triton, which is slow.
+    `backends.py` calls this when it finds a supported device, not on import: torch.utils.flop_counter imports triton.
     """
     may_have_counters = "torch.utils.flop_counter" in sys.modules
     from torch.utils import flop_counter
