@@ -27,7 +27,7 @@ TABLE = Path(__file__).parents[1] / "docs" / "classes.md"
 LIBRARIES = ("timm", "transformers")
 HEADER = """# Supported classes
 
-Look up what `vit_fast.fuse` does with each class of timm and transformers that contains attention. Tested with
+Look up what `vit_fast.fuse` does with each Vision Transformer class of timm and transformers. Tested with
 {versions}. The last column contains:
 
 - **fused**: `fuse` replaces all attention and all norm + MLP modules.
@@ -35,12 +35,12 @@ Look up what `vit_fast.fuse` does with each class of timm and transformers that 
 - **skipped**: `fuse` replaces none of these modules. The reasons follow.
 - **not checked**: The class needs a package that was not installed.
 - **token budgets**: `GraphRunner(tower, budgets=...)` captures the class for [images of any size](howto/towers.md).
-- **token budgets, one size**: `GraphRunner` captures the class for any number of images of one size.
+- **token budgets, one size**: `GraphRunner(tower, budgets=...)` captures the class for images of one size.
 
 `GraphRunner(model, example)` captures all other fused classes, except those that read masks or image sizes on the host.
 
-Each timm class is tested with the named model, each transformers class with its default configuration. Of
-vision-language models, only the vision tower is tested. `make classes` writes this page.
+Each timm class is tested with the named model, each transformers class with its default configuration. Of transformers,
+only vision towers are tested, not models with a task head. `make classes` writes this page.
 """
 CONVOLUTIONAL = {"byobnet", "byoanet", "resnest", "sknet", "cpubone", "lowformer", "mobilenetv5"}  # modules of timm
 # classes of transformers: parts of models, heads, and models that contain a tower; TOWERS are towers in spite of this
