@@ -176,46 +176,38 @@ def test_out_of_memory_halves_the_batch_of_that_candidate_only(add) -> None:
 
 KILLED = """
 import os, sys
-from pathlib import Path
-from bench_support import build, named, plan, records, runner
-from vit_fast.version import describe
+from bench_support import build, named, runner
+from command_line import run
 from vit_fast.benchmarks.candidates import CANDIDATES
 
 runner.MATMUL_SIZE["cpu"], runner.COPY_BYTES["cpu"] = 64, 2**16
 deadly = lambda group: os.kill(os.getpid(), 9) if group.batch_size == 2 else build("sdpa", group)
 CANDIDATES["deadly"] = named("deadly", deadly)
-chosen, folder = plan("eager", "deadly", batch_sizes=(1, 2)), Path(sys.argv[1])
-if folder.with_name("run.partial").exists():
-    journal = records.Journal.resume(folder)
-else:
-    journal = records.Journal.begin(folder, chosen.request, describe("cpu"))
-runner.run(chosen, journal=journal)
+sys.exit(run("bench", *sys.argv[1:]))
 """
 
 
 @pytest.mark.slow
-def test_a_killed_run_is_resumed_and_what_kills_it_twice_is_failed(add, tmp_path: Path) -> None:
-    folder, journal_file = tmp_path / "run", tmp_path / "run.partial" / "rows.jsonl"
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    for status in (-signal.SIGKILL, -signal.SIGKILL, 0):
-        command = [sys.executable, "-c", KILLED, str(folder)]
-        ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+def test_a_killed_run_is_resumed_and_what_kills_it_twice_is_failed(tmp_path: Path) -> None:
+    folder, resume = tmp_path / "run", ["--resume", str(tmp_path / "run")]
+    first = ["--models", "vit_test", "--batch-sizes", "1,2", "--dtypes", "fp32", "--seconds", "0.05"]
+    first += ["--candidates", "eager,deadly", "--out", str(folder)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    for arguments, status in ((first, -signal.SIGKILL), (resume, -signal.SIGKILL), (resume, 1)):
+        command = [sys.executable, "-c", KILLED, *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert ended.returncode == status, ended.stderr
-        assert not folder.exists()
-        with pytest.raises(ValueError, match=r"run\.partial contains an unfinished run: pass --resume"):
-            records.check_folder(folder)
-        with journal_file.open("a") as file:
-            file.write('{"kind": "row", "val')  # cut in the middle of a line
-    add("deadly", lambda group: build("sdpa", group))
-    again = records.Journal.resume(folder)
-    assert {(row["candidate"], row["batch"]): row["status"] for row in again.found("row")} == {
+        if status < 0:
+            assert not folder.exists()
+            with pytest.raises(ValueError, match=r"run\.partial contains an unfinished run: pass --resume"):
+                records.check_folder(folder)
+            with (tmp_path / "run.partial" / "rows.jsonl").open("a") as file:
+                file.write('{"kind": "row", "val')  # cut in the middle of a line
+    rows = records.read_record(folder)["rows"]
+    assert {(row["candidate"], row["batch"]): row["status"] for row in rows} == {
         ("eager", 1): "measured", ("deadly", 1): "measured", ("eager", 2): "measured", ("deadly", 2): "failed"
     }  # fmt: skip
-    assert any("the process ended twice" in (row["reason"] or "") for row in again.found("row"))
-    record = runner.run(plan("eager", "deadly", batch_sizes=(1, 2)), journal=again)
-    assert len(again.found("row")) == len(record["rows"]) == 4
-    again.finish({"record.json": records.to_json(record)}, keep=False)
-    assert records.read_record(folder)["rows"] == record["rows"]
+    assert "the process ended twice" in rows[-1]["reason"]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
