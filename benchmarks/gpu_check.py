@@ -124,8 +124,8 @@ _FIRST = "nan_stays or (test_sizes and 17-192-264-LayerNorm-torch.bfloat16)"
 _ATTENTION_TESTS = "every_layout or far_below or nan_stays or (every_shape and torch.float16)"
 _MLP_TESTS = (
     "(test_sizes and LayerNorm and not float32) or (activations and bfloat16)"
-    " or absent_parameters or layouts or passed_statistics or empty or nan_stays"
-    " or round_like_torch or a_block_matches_the_reference or passed_to_the_next_block or losses_of_the_kernels"
+    " or absent_parameters or layouts or statistics_of_input or empty or nan_stays"
+    " or round_like_torch or a_block_matches_the_reference or passed_to_the_next_block or losses_of_32_steps"
 )
 _MLP_FILES = ("test_mlp_kernels.py", "test_mlp_operator.py", "test_fp8_block.py", "test_train.py")
 _GPU_FILES = sorted(
