@@ -66,7 +66,7 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 def cover(length: int, largest: int, pieces: int) -> tuple[int, ...]:
     """Covers `length` by at most `pieces` descending powers of two from 16 to `largest`, with the least excess.
 
-    Only the last piece extends past the length: 197 -> (128, 64, 16). Of equal covers, returns the shortest.
+    Only the last piece extends past the length: 197 -> (128, 64, 16). If covers tie, returns the shortest.
     """
     if length <= 0:
         return ()
@@ -123,8 +123,8 @@ class Problem:
 def forward_config(problem: Problem) -> ForwardConfig:
     if problem.form != "fixed":
         return _forward_of_sequences(problem, forward_config(problem.of_one_long))
-    measured = _tuned(problem, "forward")
-    config = ForwardConfig(**measured) if measured else _forward_rule(problem)
+    tuned = _tuned(problem, "forward")
+    config = ForwardConfig(**tuned) if tuned else _forward_rule(problem)
     if config.scheme == "row":
         config = replace(config, tiles=_tiles_per_program(problem, config))
     early = config.tiles == 1 and problem.element == "half" and starts_early(problem.arch)  # TF32 would spill
@@ -134,19 +134,19 @@ def forward_config(problem: Problem) -> ForwardConfig:
 def dq_config(problem: Problem) -> BackwardConfig:
     if problem.form != "fixed":
         problem = problem.of_one_long
-    measured = _tuned(problem, "dq")
-    return BackwardConfig(**measured) if measured else _dq_rule(problem)
+    tuned = _tuned(problem, "dq")
+    return BackwardConfig(**tuned) if tuned else _dq_rule(problem)
 
 
 def dkdv_config(problem: Problem) -> BackwardConfig:
     if problem.form != "fixed":
         return _dkdv_of_sequences(problem, dkdv_config(problem.of_one_long))
-    measured = _tuned(problem, "dkdv")
-    return BackwardConfig(**measured) if measured else _dkdv_rule(problem)
+    tuned = _tuned(problem, "dkdv")
+    return BackwardConfig(**tuned) if tuned else _dkdv_rule(problem)
 
 
 def _forward_of_sequences(problem: Problem, config: ForwardConfig) -> ForwardConfig:
-    """Returns smaller tiles than for fixed inputs if sequences are short, or if masks would make tiles spill."""
+    """Adapts `config`: smaller tiles for short sequences, and where the tiles for fixed inputs would spill."""
     width, ampere, blackwell = problem.width, problem.generation == "ampere", problem.generation == "blackwell"
     if problem.n_q <= SHORT or (blackwell and width == 128):
         config = replace(config, block_m=min(config.block_m, SHORT))
@@ -196,7 +196,7 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         return ForwardConfig("looped", 32, 64, num_warps=8, num_stages=2)
     if problem.access == "scalar":
         return ForwardConfig("looped", 32, 32, num_warps=4, num_stages=1)
-    # with more columns or padded keys, the row kernel spills
+    # with more columns, or with more keys (including padding), the row kernel spills
     most_columns, most_keys = 80 if tma else 64, 208 if generation == "ampere" else MAX_ROW_KEYS
     keys = sum(cover(problem.n_kv, 128, 3))
     # in 100 KB of shared memory, only one program of the row kernel fits, or three of the looped kernel, which overlap
@@ -217,7 +217,7 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         # tiles of 128 queries spill
         return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=2)
     if generation == "ampere" and width == 48 and problem.arch != "sm_80":
-        # with 168 registers per thread, three programs of 4 warps fit, but only one of 8 warps; 128 would spill
+        # with 168 registers per thread, three programs of 4 warps fit, but only one of 8 warps; 128 registers spill
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if generation == "ampere":
         # without maxnreg, ptxas uses 170 registers for 48 columns, and only one program fits per multiprocessor

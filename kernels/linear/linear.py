@@ -34,7 +34,7 @@ def layer_norm_linear(
 ) -> tuple[Tensor, Tensor, NormInput]:  # fmt: skip
     """Returns act(LayerNorm(x) W^T + b) [M, F], or act(g) u [M, F / 2] if gated (see `folding.py`).
 
-    If `saves`, also returns the input z of the activation, and x for the backward.
+    Also returns the input z of the activation and x for the backward, which are valid only if `saves`.
 
     Args:
         head_step: Norms and rotary embeddings of q and k.
@@ -101,8 +101,8 @@ def linear_residual(
 class FoldedGradient:
     """Gradient dz of the output of a folded linear layer, as `activation_gradient` returns it."""
 
-    scaled: Tensor  # dz~ [M, F] in the dtype of z: rstd * dz; in rows that are constant or already normalized, dz
-    row_part: Tensor  # partial sums of dz (z - c) over F, fp32 [M, parts]
+    scaled: Tensor  # dz~ [M, F] in the dtype of z: rstd * dz; only dz where a row of x is constant or normalized
+    row_part: Tensor  # partial sums of dz * (z - c) over F, fp32 [M, parts]; c as in `folding.py`
     column_part: Tensor  # partial sums over M of dz and of dz~ * mean, fp32 [sums, 2, F]
 
 
@@ -113,8 +113,8 @@ def activation_gradient(
     """Returns the gradient of fc1's output z, and recomputes h = act(z) [M, F], or act(g) u if gated.
 
     `grad` is the gradient dy of fc2's output [M, C], and `scaled` is diag(LayerScale) W2 [C, F]. If a norm follows h,
-    pass `hidden`, mean and rstd of h, fp32 [2, M], and `along`, fp32 [M] (`hidden_norm.py`). The second result is then
-    h^, the normalized h.
+    pass `hidden` (mean and rstd of h, fp32 [2, M]) and `along` (fp32 [M], see `hidden_norm.py`). The second result is
+    then h^, the normalized h.
     """
     (M, width), F = z.shape, scaled.weight.shape[1]
     out, h = torch.empty_like(z), z.new_empty((M, F))
@@ -134,7 +134,7 @@ def activation_gradient(
 def input_gradient(
     gradient: FoldedGradient, x: NormInput, folded: FoldedLinear, residual: Tensor | None, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns [residual +] dx [M, C] in the dtype of x, and, if `rounded`, a copy in the dtype of the matmuls."""
+    """Returns [residual +] dx [M, C] twice: in the dtype of x, and, if `rounded`, in the dtype of the matmuls."""
     out = torch.empty_like(x.source, dtype=x.input_dtype)
     narrow = torch.empty_like(x.source) if rounded and out.dtype != x.source.dtype else None
     operands = Operands(

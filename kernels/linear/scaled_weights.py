@@ -40,7 +40,7 @@ def _scale_rows(layer, program, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
         F, C,
         weight_ptr,  # [F, C]
         scale_ptr,  # [F] or None
-        factor_ptr,  # output: fp32 [C], f repeated; None except in fp16
+        factor_ptr,  # output: fp32 [C], f repeated; None without LayerScale, or if the dtype is not fp16
         scaled_ptr,  # output: [F, C]
     ) = layer  # fmt: skip
     rows = program * ROWS + tl.arange(0, ROWS)
@@ -80,10 +80,10 @@ def _scaled_weights_kernel(
 
 @dataclass(frozen=True)
 class ScaledWeight:
-    """diag(ls) W as an operand of a matmul: W~ [F, C], and f repeated, fp32 [C]; None except in fp16."""
+    """diag(ls) W as an operand of a matmul."""
 
-    weight: Tensor
-    factor: Tensor | None
+    weight: Tensor  # W~ [F, C]
+    factor: Tensor | None  # f repeated, fp32 [C]; None without LayerScale, or if the dtype is not fp16
 
 
 def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.dtype) -> list[ScaledWeight]:

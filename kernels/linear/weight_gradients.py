@@ -32,7 +32,7 @@ from .gradients import (
 
 ROWS, COLS = 32, 128  # tile of a weight
 _VECTOR_COLS = 32  # columns per program of the second kernel
-_REGISTERS = 64  # per thread of the second kernel; 32 (full occupancy) would spill, and the grid is too small for it
+_REGISTERS = 64  # per thread of the second kernel; 32 would spill, and the grid is too small for full occupancy
 
 
 @triton.jit
@@ -46,17 +46,17 @@ def _sum_splits(part_ptr, splits, offsets, mask, M, N):
 
 @triton.jit
 def _folded_tile(layer, program, splits, sums, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Computes a tile of dW and of the parts of dgamma and dbeta of a layer after a LayerNorm."""
+    """Computes a tile of dW and partial sums of dgamma and dbeta of a layer after a LayerNorm."""
     (
         F, C,
-        part_ptr,  # fp32 [splits, F, C], parts of dz~^T x or of dz^T n
+        part_ptr,  # fp32 [splits, F, C], partial sums of dz~^T x or of dz^T n
         sum_ptr,  # fp32 [sums, F], partial sums of dz over M
         shift_ptr,  # fp32 [sums, F], partial sums of dz~ * mean over M, interleaved with sum_ptr; None for dz^T n
         weight_ptr, gate_ptr,  # [F, C] and None; with a gate, [F / 2, C] each
         gamma_ptr, beta_ptr,  # [C] or None
         out_ptr, gate_out_ptr,  # output: dW, like the weights
         bias_grad_ptr, gate_bias_grad_ptr,  # output: [F], or with a gate [F / 2] each; or None
-        vector_part_ptr,  # output: fp32 [F / ROWS, 2, C], parts of dgamma and dbeta
+        vector_part_ptr,  # output: fp32 [F / ROWS, 2, C], partial sums of dgamma and dbeta
     ) = layer  # fmt: skip
     tiles_c = tl.cdiv(C, COLS)
     tile_f = program // tiles_c
@@ -86,14 +86,14 @@ def _folded_tile(layer, program, splits, sums, ROWS: tl.constexpr, COLS: tl.cons
 
 @triton.jit
 def _residual_tile(layer, program, splits, M, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Computes a tile of dW and parts of dls of a layer before a residual, or a tile of partial sums of dy."""
+    """Computes a tile of dW and partial sums of dls of a layer before a residual, or a tile of partial sums of dy."""
     (
         C, F,
-        part_ptr,  # fp32 [splits, C, F], parts of V = dy^T h
+        part_ptr,  # fp32 [splits, C, F], partial sums of V = dy^T h
         weight_ptr,  # [C, F]
         scale_ptr,  # [C] or None
         out_ptr,  # output: [C, F] dW
-        scale_part_ptr,  # output: fp32 [F / COLS, C], partial sums of V W over F; or None
+        scale_part_ptr,  # output: fp32 [F / COLS, C], partial sums of V * W over F; or None
         grad_ptr,  # [M, C] dy
         grad_part_ptr,  # output: fp32 [M / SUM_ROWS, C], partial sums of dy over M; or None
     ) = layer  # fmt: skip
@@ -212,16 +212,14 @@ def _vector_grad_kernel(
 class FoldedProducts:
     """Inputs of the gradients of a linear layer after a LayerNorm."""
 
-    part: Tensor  # parts of dz~^T x or of dz^T n, fp32 [splits, F, C]
-    column_part: (
-        Tensor  # partial sums over M of dz and dz~ * mean, fp32 [sums, 2, F]; for dz^T n, only of dz: [sums, F]
-    )
+    part: Tensor  # partial sums of dz~^T x or of dz^T n, fp32 [splits, F, C]
+    column_part: Tensor  # partial sums over M of dz and dz~ * mean, fp32 [sums, 2, F]; with dz^T n, of dz: [sums, F]
     linear: NormedLinear  # contiguous
 
 
 @dataclass(frozen=True)
 class ResidualProducts:
-    """Inputs of the gradients of a linear layer before a residual: parts of V = dy^T h, dy, and the parameters."""
+    """Inputs of the gradients of a linear layer before a residual: partial sums of V = dy^T h, dy, and parameters."""
 
     part: Tensor  # fp32 [splits, C, F]
     grad: Tensor  # [M, C], contiguous like the parameters
@@ -249,7 +247,7 @@ _NO_RESIDUAL: Layer = None, (0, 0, *[None] * 7), (0, 0, *[None] * 6)
 
 
 def _like(layer: Any, *names: str) -> Any:
-    """Allocates the gradients of the named parameters of a layer, which may be None."""
+    """Allocates the gradients of the named parameters of a layer, except of those that are None."""
     given = {name: getattr(layer, name) for name in names}
     return Gradients(**{name: torch.empty_like(tensor) for name, tensor in given.items() if tensor is not None})
 
