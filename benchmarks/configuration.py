@@ -173,7 +173,7 @@ def make_configuration(
     if amp and (not train or dtypes not in (None, ["fp32"])):
         raise ValueError("--amp requires --train and fp32 parameters: pass --train, and remove --dtypes")
     if latency and batch_sizes not in (None, [1]):
-        raise ValueError("--batch-sizes must be 1 or absent with --latency")
+        raise ValueError(f"--batch-sizes must be 1 or absent with --latency, got {batch_sizes}")
     # quick checks before the first model is built
     resolved = [resolve(word) for word in (DEFAULT_MODELS[kind] if models is None else models)]
     several: Any = [] if img_size is None else img_size if isinstance(img_size[0], Sequence) else [img_size]
@@ -200,7 +200,7 @@ def make_configuration(
     if by_default and kind == "cpu" and has_bf16() and all(model.kind in BOTH_DTYPES for model in found):
         names = ("fp32", "bf16")
     if data != "device" and (data != "host" or kind == "cpu" or any(model.data is None for model in found)):
-        raise ValueError(f"--data must be device, or host for a model that takes images on a GPU, got {data}")
+        raise ValueError(f"--data must be device, or host (on a GPU, for models that take images), got {data}")
     # the least memory of a call: two inputs, the residual stream and one hidden layer
     widths = [m.config.seqlen * (m.config.embed_dim + m.config.hidden_dim) if m.config else 0 for m in found]
     numbers = max(2 * math.prod(model.shape) + width for model, width in zip(found, widths, strict=True))

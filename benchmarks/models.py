@@ -111,7 +111,7 @@ class Group:
         """The configuration and weights under our (timm's) names, from which every library builds the model."""
         weights = weights_of(self.model, self.dtype)
         if self.model.config is None or weights is None:
-            reason = f"the model must be one of `vit-fast models`, got {self.model.name}"
+            reason = f"the model must be one of `vit-fast models` or a weights file, got {self.model.name}"
             raise UnsupportedInputError("this candidate", [reason])
         return self.model.config, weights
 
@@ -163,7 +163,7 @@ def resolve(given: str) -> Callable[[Size | None], list[Model]]:
 
         if not timm.is_model(rest):
             nearest = ", ".join(timm.list_models(f"*{rest.partition('.')[0]}*")[:3])
-            raise ValueError(f"{given}: unknown to timm {timm.__version__}; {nearest or 'see timm.list_models'}")
+            raise ValueError(f"{given}: unknown to timm {timm.__version__}: try {nearest or 'timm.list_models()'}")
         return lambda size: [_given(given, _timm, size)]
     if head == "hf" and rest:
         return lambda size: [_given(given, _transformers, size)]

@@ -46,7 +46,7 @@ class Operator:
         part, tokens, second, third, activation = matched.groups()
         if activation and (part != "mlp" or activation not in ACTIVATIONS):
             raise ValueError(
-                f"{word}: the activation of an mlp must be one of {', '.join(ACTIVATIONS)}, got {activation}"
+                f"{word}: only mlp accepts an activation, one of {', '.join(ACTIVATIONS)}, got {activation}"
             )
         return cls(part, (int(tokens), int(second), int(third)), activation or "gelu")
 

@@ -277,7 +277,7 @@ def _warnings(first: Record, second: Record, drift: float, pairs: list[Row]) -> 
             names = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
             one, other = ({name: side.get(name) for name in names} for side in (one, other))
         if one != other:
-            warnings.append(f"{field} differs: {one} and {other}")
+            warnings.append(f"different {field}: {one} and {other}")
     if first["configuration"]["images"] != second["configuration"]["images"]:
         warnings.append("images differ")
     if drift > 0.01:
@@ -320,8 +320,8 @@ def damaged(*paths: str | Path) -> Iterator[None]:
         yield
     except Exception as error:  # of any type
         names = ", ".join(map(str, paths))
-        rule = "must be a record of bench, gpu-check or kernels --host --json"
-        raise ValueError(f"{names}: {rule}, got a damaged one: {describe_error(error)}") from None
+        rule = "must be a record of bench (for report, also of gpu-check or kernels --host --json)"
+        raise ValueError(f"{names}: {rule}, but reading it failed: {describe_error(error)}") from None
 
 
 def is_bench(record: Record) -> bool:

@@ -135,7 +135,7 @@ def remarks(record: Record) -> list[str]:
         elif resolution > UNRANKABLE:
             lines.append(f"{title}: cannot be ranked: repeated timings differed by {resolution:.0%}; {QUIET_RUN}")
         else:
-            lines.append(f"{title}: resolution {resolution:.1%}; = marks differences below it")
+            lines.append(f'{title}: resolution {resolution:.1%}; "=" marks smaller differences')
         lines += [f"{title}: DEFECT: {label(row)} at {row['defect']}" for row in rows if row["defect"]]
         for row in rows:
             name = " ".join(map(str, (row["model"], row["dtype"], *row["img_size"][:1], row["candidate"])))
@@ -207,7 +207,7 @@ def not_measured(record: Record) -> list[str]:
                 titles[": ".join(filter(None, (label(row), row["status"], row["reason"])))].append(title)
     lines = [line if len(where) == len(grouped) else f"{line} ({'; '.join(where)})" for line, where in titles.items()]
     if skipped := record.get("skipped"):
-        lines.append(f"skipped for lack of time; --time-budget 0 measures all: {', '.join(skipped)}")
+        lines.append(f"skipped for lack of time: {', '.join(skipped)}; pass --time-budget 0 to measure all")
     return lines
 
 

@@ -129,7 +129,7 @@ def decompositions(options: ExportOptions) -> dict[Any, Callable[..., Any]]:
         is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         if dropout_p or is_causal or enable_gqa:
-            raise NotImplementedError("scaled_dot_product_attention with dropout_p, is_causal or enable_gqa")
+            raise NotImplementedError("scaled_dot_product_attention must not use dropout_p, is_causal or enable_gqa")
         scale = softmax_scale(q, scale)
         if attn_mask is None and options.targets_ort:
             heads = q.shape[1]

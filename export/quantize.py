@@ -139,7 +139,7 @@ def quantize(
         found = fewest_excluded(order, lambda some: loss(tuple(some)).acceptable(MARGIN), most)
         if found is None:
             raise QuantisationError(
-                f"{options.precision}: must be within {MARGIN:.0%} of the budget ({EIGHT_BIT_BUDGET}), "
+                f"{options.precision}: the loss must be within {MARGIN:.0%} of the budget ({EIGHT_BIT_BUDGET}), "
                 f"got {loss(tuple(order[:most])).line()} with {most} of {len(matmuls)} MatMuls in float"
             )
         excluded = found

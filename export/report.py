@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SURE = 0.1  # the model counts as sure of an image if it prefers its class to the file's by this probability
 FLIPS = 0.01  # allowed share of images whose class changes although the model is sure of it
 RMS = 0.05  # allowed root mean square error of the logits, in standard deviations of the logits
-EIGHT_BIT_BUDGET = f"rms error <= {RMS:g}, the model is sure of another class on at most {FLIPS:.0%} of the images"
+EIGHT_BIT_BUDGET = f"rms error <= {RMS:g}, confident predictions change on at most {FLIPS:.0%} of the images"
 POINTS = 0.006  # allowed loss of accuracy relative to the model; one more misclassified image is always allowed
 LEAST_PROBABILITY = 1e-30  # replaces smaller probabilities before the logarithm
 
@@ -80,7 +80,7 @@ class Check:
 
     def line(self) -> str:
         same = "" if self.top1_agreement is None else f"top-1 agreement {self.top1_agreement:.1%}, "
-        sure = f"the model is sure of another class on {self.flips} of {self.images} images, " if self.flips else ""
+        sure = f"confident predictions change on {self.flips} of {self.images} images, " if self.flips else ""
         return f"max error {self.max_error:.1e}, {same}{sure}rms error {self.rms_error:.1e}"
 
 

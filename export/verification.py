@@ -140,7 +140,7 @@ def measure_accuracy(
     accuracy = Accuracy(len(labeled), *(correct / len(labeled)).tolist())
     if not accuracy.acceptable:
         raise VerificationError(
-            f"top-1 accuracy of the {options.precision} file must not drop by more than {POINTS:.1%}, "
-            f"or one image if that is more, got {accuracy.line()}"
+            f"top-1 accuracy of the {options.precision} file must not drop by more than "
+            f"{100 * POINTS:g} percentage points, or one image if that is more, got {accuracy.line()}"
         )
     return accuracy

@@ -28,7 +28,7 @@ def bench(
     train: Annotated[bool, option("Measure training steps: forward, backward, AdamW.", "--train")] = False,
     amp: Annotated[bool, option("With --train: run the forward under bf16 autocast.", "--amp")] = False,
     data: Annotated[str, option("Memory of the images: device, or host to include the copy to the GPU.")] = "device",
-    explain: Annotated[bool, option("Also print time and lower bound per layer and kernel.", "--explain")] = False,
+    explain: Annotated[bool, option("Also print time per part and kernel, and lower bounds.", "--explain")] = False,
     cold: Annotated[bool, option("Also measure the time from process start to the first output.", "--cold")] = False,
     latency: Annotated[bool, option("Measure p50, p90 and p99 latency of one image per call.", "--latency")] = False,
     batch_sizes: Annotated[
@@ -50,7 +50,7 @@ def bench(
 ) -> None:
     """Measure images per second of models in several libraries, and compare their outputs with an fp64 reference.
 
-    Without arguments, measures a small ViT, which takes less than three minutes on two CPU cores. Writes record.json,
+    Without arguments, measures ViT-Ti (CPU, within three minutes on two cores) or ViT-B (GPU). Writes record.json,
     table.md, plot.png and report.html. Exits with 1 if a candidate is incorrect or fails, and with 130 after Ctrl-C.
     """
     from rich.markup import escape
@@ -159,7 +159,7 @@ def compare(
 
 def report(
     records: Annotated[
-        list[Path], argument("Records of `bench`, `make gpu-check` or `kernels --host --json`, or their folders.")
+        list[Path], argument("Records of `bench` or their folders, of `make gpu-check`, or of `kernels --host --json`.")
     ],
     out: Annotated[Path, option("Output file.")] = Path("report.html"),
 ) -> None:

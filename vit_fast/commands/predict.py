@@ -62,7 +62,7 @@ def predict(
     given = None if classes is None else read_class_names(classes)
     if out is not None:
         if weights.endswith(".onnx") or data_config is not None:
-            raise ValueError("--out requires PyTorch weights, because an ONNX file outputs no embeddings")
+            raise ValueError("--out requires PyTorch weights without --data-config: an ONNX file outputs no embeddings")
         from ..apps.prediction import predict_to_parquet
 
         # workers of a cluster copy the model to their device

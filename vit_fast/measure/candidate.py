@@ -172,7 +172,7 @@ def judge(output: object, reference: Reference, tolerance: float | None = None) 
         reason = f"the output must be {reference.kind.__name__}, got {type(output).__name__}"
     elif (found := [tuple(leaf.shape) for leaf in leaves]) != shapes:
         got, expected = (one[0] if len(one) == 1 else one for one in (found, shapes))
-        reason = f"the output must be {expected}, got {got}"
+        reason = f"the output's shape must be {expected}, got {got}"
     elif not all(bool(leaf.isfinite().all()) for leaf in leaves):
         reason = "the output contains NaN or infinity"
     if reason is not None:

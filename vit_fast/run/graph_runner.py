@@ -89,9 +89,9 @@ class GraphRunner:
         given = {"example": example, "budgets": budgets, "batch_sizes": batch_sizes, "max_images": max_images}
         given = {name: value for name, value in given.items() if value is not None}
         if list(given) not in (["example"], ["example", "batch_sizes"], ["budgets"], ["budgets", "max_images"]):
-            requirement = "either example, with or without batch_sizes, or budgets, with or without max_images"
+            requirement = "either example (and optionally batch_sizes) or budgets (and optionally max_images)"
             got = ", ".join(name if name == "example" else f"{name}={value!r}" for name, value in given.items())
-            raise ValueError(f"{requirement}, must be given, got {got or None}")
+            raise ValueError(f"{requirement} must be given, got {got or None}")
         self.model, self._fallback = model.eval(), fallback
         self._tower: PackedTower
         if example is not None:
@@ -136,7 +136,7 @@ class GraphRunner:
         """
         call = self._tower.read(*args, **kwargs)
         if min(call.lengths, default=1) < 1:
-            raise ValueError(f"each image must have at least one token by its grid or size, got {call.lengths}")
+            raise ValueError(f"each image must have at least one token, got {call.lengths}: check the grids or sizes")
         if self._eager or not call.lengths:
             with torch.no_grad():
                 return self._tower.eager(*args, **kwargs)
@@ -321,8 +321,8 @@ class Watched:
     def change(self, runner: object) -> str | None:
         """Returns an error message if the model changed after the capture; `runner` may replace its forward."""
         changed = (
-            "the model must be in evaluation mode, and tensors, modules, hooks, forwards and settings must not be "
-            "replaced or moved after the capture: revert the change, or build another GraphRunner"
+            "the captured model must stay in evaluation mode with the same tensors, modules, hooks, forwards and "
+            "settings: revert the change, or build another GraphRunner"
         )
         for place, name, tensor, address in self._tensors:
             if place.get(name) is not tensor or tensor.data_ptr() != address:
@@ -370,7 +370,7 @@ def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int 
     rounded: list[int] = []
     for size in sizes:
         if len(size) not in (2, 3) or any(int(side) < 1 for side in size):
-            raise ValueError(f"sizes must be (height, width) or (frames, height, width), got {tuple(size)}")
+            raise ValueError(f"sizes must be positive (height, width) or (frames, height, width), got {tuple(size)}")
         *frames, height, width = map(int, size)
         patches = (frames or [1])[0] * -(-height // patch_size) * -(-width // patch_size)
         rounded.append(-(-patches // 64) * 64)
