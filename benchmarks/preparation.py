@@ -248,7 +248,7 @@ def _callers(
 
 
 @contextlib.contextmanager
-def products_in(name: str) -> Iterator[None]:
+def matmul_precision(name: str) -> Iterator[None]:
     """Allows TF32 matmuls for tf32, and uses torch's setting for other names of DTYPES."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else before)
@@ -317,7 +317,7 @@ def print_first_output() -> None:
     configuration = make_configuration(**json.loads(sys.argv[1]))
     (group,), ((candidate,),) = configuration.groups(), configuration.candidates.values()
     try:
-        with products_in(group.dtype_name):
+        with matmul_precision(group.dtype_name):
             batches = make_batches(group, configuration.images)
             _, call, gradients = _callers(candidate, group, batches)
             output = call(0) if gradients is None else gradients()

@@ -25,7 +25,7 @@ from vit_fast.version import __version__, describe, gpu_query
 from . import preparation, records
 from .configuration import Configuration
 from .models import DTYPES, Group
-from .preparation import RULE, cold_start, make_problem, prepare, products_in
+from .preparation import RULE, cold_start, make_problem, matmul_precision, prepare
 from .records import Journal, Record, Status, key_of, make_row
 
 # The second name of the fastest full-precision candidate of a group.
@@ -116,7 +116,7 @@ class _Run:
     def _run_group(self, group: Group, candidates: Sequence[Candidate]) -> None:
         """Adds a row for every candidate; halves the batch for those that do not fit into memory."""
         try:
-            with products_in(group.dtype_name):
+            with matmul_precision(group.dtype_name):
                 too_large = self._measure_group(group, candidates)
         finally:
             torch.compiler.reset()
@@ -282,7 +282,7 @@ def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[
             # torch multiplies fp32 with MKL, which takes twice as long as oneDNN on CPUs from AMD
             packed = torch.ops.mkldnn._reorder_linear_weight(right)
             calls.append(lambda _: torch.ops.mkldnn._linear_pointwise(left, packed, None, "none", [], ""))
-        with products_in(name):
+        with matmul_precision(name):
             fastest_ms = min(min(time_call(call, device, CEILING_PROTOCOL)) for call in calls)
         return 2 * size**3 / (fastest_ms * 1e9)
 

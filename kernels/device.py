@@ -66,7 +66,7 @@ def matrix_instruction(arch: str) -> str:
     return {"ampere": "hmma", "hopper": "hgmma", "blackwell": "tcgen05"}[generation(arch)]
 
 
-def product_kind(dtype: torch.dtype) -> str:
+def matmul_kind(dtype: torch.dtype) -> str:
     """Returns the number format of matmuls with operands of a dtype: "half", "fp8" (e4m3), or "tf32" for fp32."""
     if dtype == torch.float8_e4m3fn:
         return "fp8"

@@ -15,7 +15,7 @@ INTERPRETED = not HAS_GPU and KERNEL_ARCH is None
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported: before any kernel is decorated
 
-# Compiled kernels compute fp32 products in TF32, which test_executed_kernels tests; the interpreter is exact.
+# Compiled kernels compute fp32 matmuls in TF32, which test_executed_kernels tests; the interpreter is exact.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16) if INTERPRETED else (torch.float16, torch.bfloat16)
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from vit_fast.kernels.device import REFERENCE_GPU, gpu_of, reads_descriptors
-from vit_fast.kernels.linear import linear, weight_products
+from vit_fast.kernels.linear import linear, weight_matmuls
 from vit_fast.kernels.linear.scaled_weights import in_dtype, scaled_weights
-from vit_fast.kernels.linear.weight_products import weight_products_launch
+from vit_fast.kernels.linear.weight_matmuls import weight_matmuls_launch
 from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands, fits_tma, matmul_launch
 from vit_fast.kernels.matmul.matmul_policy import matmul_config
 
@@ -116,12 +116,12 @@ def test_statistics_do_not_depend_on_sub_tiles(C: int, sub_tiles: int, monkeypat
     [[(40, 72)], [(40, 72), (136, 48)], [(40, 33), (130, 48)], [(40, 72), (8, 8), (136, 48), (64, 96)]],
     ids=str,
 )
-def test_products_of_one_to_four_pairs(
+def test_matmuls_of_one_to_four_pairs(
     widths: list[tuple[int, int]], splits: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each program continues with the next matmul where one ends."""
     gpu = dataclasses.replace(REFERENCE_GPU, sm_count=programs)
-    monkeypatch.setattr(weight_products, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(weight_matmuls, "gpu_of", lambda device: gpu)
     rows = 70
     pairs = [
         tuple(normal(rows, width, dtype=torch.bfloat16, seed=8 * index + i) for i, width in enumerate(pair))
@@ -131,7 +131,7 @@ def test_products_of_one_to_four_pairs(
     assert tma == all(width % 8 == 0 for pair in widths for width in pair)
     config = MatmulConfig(64, 32, 16, tma=tma, num_stages=2)
     out = [torch.full((splits, *pair), float("nan"), device=DEVICE) for pair in widths]
-    weight_products_launch(pairs, out, config).run()
+    weight_matmuls_launch(pairs, out, config).run()
     for (a, b), found in zip(pairs, out, strict=True):
         torch.testing.assert_close(found.double().sum(0), a.double().T @ b.double(), rtol=1e-5, atol=1e-4)
         first = -(-5 // splits) * 16  # of 5 steps

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..device import gpu_of, product_kind
+from ..device import gpu_of, matmul_kind
 from ..launch import ceil_div
 from .attention_backward import backward_launches
 from .attention_forward import forward_launch
@@ -31,7 +31,7 @@ def problem_of(
         n_q = n_kv = min(longest, ceil_div(n_q, max(sequences.shape[0] - 1, 1)))
         form = "packed"
     gpu, access = gpu_of(q.device), access_of(q, k, *others)
-    kind = product_kind(q.dtype)
+    kind = matmul_kind(q.dtype)
     return Problem(gpu.arch, gpu.sm_count, kind, head_dim, n_q, n_kv, batch * heads, access, form)
 
 

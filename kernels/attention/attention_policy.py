@@ -86,7 +86,7 @@ class Problem:
 
     arch: str
     sm_count: int
-    element: str  # the `product_kind` of the tensors (device.py): "half" or "tf32"
+    element: str  # the `matmul_kind` of the tensors (device.py): "half" or "tf32"
     head_dim: int
     n_q: int
     n_kv: int

@@ -21,9 +21,9 @@ from vit_fast.ops.block import fused_block
 from vit_fast.ops.descriptions import BlockTensors, Norm, QkNorm, Rope, interleave
 
 from ..activations import ACTIVATIONS
-from ..device import has_fp8, matrix_instruction, product_kind
+from ..device import has_fp8, matmul_kind, matrix_instruction
 from ..launch import Launch
-from ..linear import weight_products
+from ..linear import weight_matmuls
 from ..matmul import matmul_policy
 from ..matmul.matmul_launch import MatmulConfig
 from . import offline
@@ -193,8 +193,8 @@ class _Configurations:
         parts = self._table(problem.kind, "partial") if most > 1 and self.splits else []
         return self._take([*((config, 1) for config in whole), *((config, _PARTS) for config in parts)])
 
-    def products_config(self, pairs: Any) -> tuple[MatmulConfig, int]:
-        table = self._table(product_kind(pairs[0][0].dtype), "weight_products")
+    def matmuls_config(self, pairs: Any) -> tuple[MatmulConfig, int]:
+        table = self._table(matmul_kind(pairs[0][0].dtype), "weight_matmuls")
         return self._take([(config, _PARTS) for config in table])
 
 
@@ -220,7 +220,7 @@ def block_builds(arch: str, core: bool = False) -> Iterator[Build]:
                 torch.autocast("cpu", dtype, enabled=dtype != _FULL),
                 mock.patch.object(matmul_policy, "best", configurations.best),
                 mock.patch.object(matmul_policy, "best_head", lambda problem: problem.sizes[0]),
-                mock.patch.object(weight_products, "products_config", configurations.products_config),
+                mock.patch.object(weight_matmuls, "matmuls_config", configurations.matmuls_config),
                 offline.recorded(offline.gpu(arch)) as launches,
             ):
                 call()

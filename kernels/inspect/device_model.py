@@ -18,7 +18,7 @@ from .static_checks import compile_stats
 
 _SUSTAINED = 0.832  # fraction of the tensor cores' peak: 790 of 949 TFLOP/s, bf16, H100
 _STREAMED = 0.92  # sustained fraction of the DRAM bandwidth
-_ATTENTION_PRODUCTS = {"_attention_bwd_dq_kernel": 3, "_attention_bwd_dkdv_kernel": 4}
+_ATTENTION_MATMULS = {"_attention_bwd_dq_kernel": 3, "_attention_bwd_dkdv_kernel": 4}
 
 
 def estimate(launch: Launch, arch: str) -> dict[str, Any]:
@@ -45,8 +45,8 @@ def estimate(launch: Launch, arch: str) -> dict[str, Any]:
             getattr(args["a"], "base", args["a"]).element_size(),
         )
     elif "n_kv" in args:
-        products = _ATTENTION_PRODUCTS.get(launch.kernel.__name__, 2)
-        flop = 2.0 * products * args["lse_ptr"].numel() * args["n_kv"] * c["D"]
+        matmuls = _ATTENTION_MATMULS.get(launch.kernel.__name__, 2)
+        flop = 2.0 * matmuls * args["lse_ptr"].numel() * args["n_kv"] * c["D"]
     peak = 2 * PRODUCTS[arch] * gpu.sm_count * gpu.clock * 1e3 * 2 / itemsize  # per microsecond
     times = {"tensor cores": flop / peak / _SUSTAINED, "DRAM": moved / gpu.dram / 1e3 / _STREAMED}
     activation = c.get("ACTIVATION", "identity")

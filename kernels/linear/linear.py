@@ -1,8 +1,8 @@
 """Linear layers fused with the neighboring operations of a block: forward and backward as sequences of launches.
 
 Forward: `layer_norm_linear` (LayerNorm, linear, activation) and `linear_residual` (linear, LayerScale, residual).
-Backward: `product_gradient` and `gradients.layer_norm_gradient` for attention, `activation_gradient` and
-`input_gradient` for the MLP, then `weight_products.py` and `weight_gradients.py`. All tensors must be contiguous.
+Backward: `matmul_gradient` and `gradients.layer_norm_gradient` for attention, `activation_gradient` and
+`input_gradient` for the MLP, then `weight_matmuls.py` and `weight_gradients.py`. All tensors must be contiguous.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def input_gradient(
     return out, out if narrow is None else narrow
 
 
-def product_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
+def matmul_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
     """Returns dh = dy diag(LayerScale) W [M, F] of a linear layer that does not follow an activation."""
     out = torch.empty(grad.shape[0], scaled.weight.shape[1], dtype=grad.dtype, device=grad.device)
     run_matmul(Operands(grad, scaled.weight, out, scale=scaled.factor), "residual")

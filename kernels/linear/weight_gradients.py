@@ -1,4 +1,4 @@
-"""Gradients of the parameters of a block, from the matmuls of `weight_products.py`, in two launches.
+"""Gradients of the parameters of a block, from the matmuls of `weight_matmuls.py`, in two launches.
 
 The kernels handle up to two linear layers after LayerNorms ("folded") and up to two before residuals. `gradients.py`
 contains the formulas. The first kernel computes gradients of all weights, and of biases of layers after LayerNorms. The
@@ -209,7 +209,7 @@ def _vector_grad_kernel(
 
 
 @dataclass(frozen=True)
-class FoldedProducts:
+class FoldedMatmul:
     """Inputs of the gradients of a linear layer after a LayerNorm."""
 
     part: Tensor  # partial sums of dz~^T x or of dz^T n, fp32 [splits, F, C]
@@ -218,7 +218,7 @@ class FoldedProducts:
 
 
 @dataclass(frozen=True)
-class ResidualProducts:
+class ResidualMatmul:
     """Inputs of the gradients of a linear layer before a residual: partial sums of V = dy^T h, dy, and parameters."""
 
     part: Tensor  # fp32 [splits, C, F]
@@ -252,12 +252,12 @@ def _like(layer: Any, *names: str) -> Any:
     return Gradients(**{name: torch.empty_like(tensor) for name, tensor in given.items() if tensor is not None})
 
 
-def _folded_layer(products: FoldedProducts) -> Layer:
-    linear, sums, (_, F, C) = products.linear, products.column_part, products.part.shape
+def _folded_layer(matmul: FoldedMatmul) -> Layer:
+    linear, sums, (_, F, C) = matmul.linear, matmul.column_part, matmul.part.shape
     found = _like(linear, "weight", "bias", "gamma", "beta", "gate", "gate_bias")
-    vector_part = products.part.new_empty(ceil_div(F, ROWS), 2, C)
+    vector_part = matmul.part.new_empty(ceil_div(F, ROWS), 2, C)
     arguments = (
-        F, C, products.part, *((sums[:, 0], sums[:, 1]) if sums.dim() == 3 else (sums, None)),
+        F, C, matmul.part, *((sums[:, 0], sums[:, 1]) if sums.dim() == 3 else (sums, None)),
         linear.weight, linear.gate, linear.gamma, linear.beta,
         found.weight, found.gate, found.bias, found.gate_bias, vector_part,
     )  # fmt: skip
@@ -265,7 +265,7 @@ def _folded_layer(products: FoldedProducts) -> Layer:
     return found, arguments, (C, F, vector_part, found.gamma, found.beta) if has_vectors else _NO_FOLDED[2]
 
 
-def _residual_layer(p: ResidualProducts) -> Layer:
+def _residual_layer(p: ResidualMatmul) -> Layer:
     _, C, F = p.part.shape
     found = _like(p, "weight", "bias", "scale")
     grad_part = None if p.bias is None else new_column_sums(p.grad)
@@ -276,7 +276,7 @@ def _residual_layer(p: ResidualProducts) -> Layer:
 
 
 def parameter_gradients(
-    folded: Sequence[FoldedProducts], residual: Sequence[ResidualProducts]
+    folded: Sequence[FoldedMatmul], residual: Sequence[ResidualMatmul]
 ) -> tuple[list[Gradients], list[Gradients]]:
     """Returns the gradients of up to two linear layers after LayerNorms and two before residuals.
 
@@ -285,10 +285,10 @@ def parameter_gradients(
     layers, branches = [*map(_folded_layer, folded)], [*map(_residual_layer, residual)]
     (_, layer, norm), (_, layer2, norm2) = [*layers, _NO_FOLDED, _NO_FOLDED][:2]
     (_, branch, vectors), (_, branch2, vectors2) = [*branches, _NO_RESIDUAL, _NO_RESIDUAL][:2]
-    parts = [products.part for products in folded] + [products.part for products in residual]
+    parts = [matmul.part for matmul in folded] + [matmul.part for matmul in residual]
     splits, device = parts[0].shape[0], parts[0].device
-    sums = [*(products.column_part.shape[0] for products in folded), 0, 0]
-    summed = [products.grad for products in residual if products.bias is not None]
+    sums = [*(matmul.column_part.shape[0] for matmul in folded), 0, 0]
+    summed = [matmul.grad for matmul in residual if matmul.bias is not None]
     M = summed[0].shape[0] if summed else 0
     programs = sum(ceil_div(part.shape[1], ROWS) * ceil_div(part.shape[2], COLS) for part in parts)
     args = {

@@ -14,12 +14,12 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from ..device import Gpu, generation, gpu_of, product_kind, reads_descriptors, starts_early
+from ..device import Gpu, generation, gpu_of, matmul_kind, reads_descriptors, starts_early
 from ..launch import ceil_div, is_interpreted
 from ..row_parts import PIECE
 from .matmul_launch import MatmulConfig, Operands, fits_tma
 
-_HEAVY = ("activation_grad", "weight_products")  # epilogues that need many registers
+_HEAVY = ("activation_grad", "weight_matmuls")  # epilogues that need many registers
 _MAX_SPLITS = 16  # parts of the sum over M of a weight gradient
 _MAX_RESIDUAL_SPLITS = 8  # parts of K of a "residual" matmul
 _MIN_STEPS = 4  # minimum iterations of the main loop per part
@@ -56,7 +56,7 @@ class Problem:
     """
 
     gpu: Gpu
-    kind: str  # the `product_kind` of the operands
+    kind: str  # the `matmul_kind` of the operands
     epilogue: str
     tma: bool  # TMA descriptors can describe the operands
     sizes: tuple[int, int, int]  # M, N, K
@@ -111,7 +111,7 @@ class Problem:
 
 
 def _problem(operands: Operands, epilogue: str, activation: str = "identity") -> Problem:
-    gpu, kind = gpu_of(operands.a.device), product_kind(operands.a.dtype)
+    gpu, kind = gpu_of(operands.a.device), matmul_kind(operands.a.dtype)
     if is_interpreted():
         gpu, kind = replace(gpu, arch="sm_90"), "fp8" if operands.a.dtype == torch.float8_e4m3fn else "half"
     behind = operands.along is not None or (epilogue == "residual" and operands.row_part is not None)
@@ -184,15 +184,15 @@ def best_head(problem: Problem) -> int:
     return min((head for head in heads if 0 < head <= M), key=lambda head: cycles(head) + cycles(M - head), default=M)
 
 
-def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfig, int]:
-    """Returns the configuration of `weight_products.py` for these pairs of operands, and the number of parts of M.
+def matmuls_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfig, int]:
+    """Returns the configuration of `weight_matmuls.py` for these pairs of operands, and the number of parts of M.
 
     Chooses the smallest number of parts with at least 90 % of the maximum utilization of multiprocessors.
     """
     first = pairs[0][0]
     gpu, M = gpu_of(first.device), first.shape[0]
-    arch, kind = ("sm_90", "half") if is_interpreted() else (gpu.arch, product_kind(first.dtype))
-    config = config_table(arch, kind, "weight_products", fits_tma(tensor for pair in pairs for tensor in pair))[0]
+    arch, kind = ("sm_90", "half") if is_interpreted() else (gpu.arch, matmul_kind(first.dtype))
+    config = config_table(arch, kind, "weight_matmuls", fits_tma(tensor for pair in pairs for tensor in pair))[0]
     programs = gpu.sm_count * config.ctas_per_sm
     tiles = sum(config.tiles(a.shape[1], b.shape[1]) for a, b in pairs)
     most = max(1, min(_MAX_SPLITS, ceil_div(M, config.block_k) // _MIN_STEPS))
@@ -207,7 +207,7 @@ def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfi
 
 @cache
 def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Returns configurations from the largest tile to the smallest; `epilogue` may also be "weight_products".
+    """Returns configurations from the largest tile to the smallest; `epilogue` may also be "weight_matmuls".
 
     From sm_90 on, small tiles with several programs per multiprocessor have `dependent=True` (`ptx.py`).
     """
@@ -233,7 +233,7 @@ def _table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig
     elif kind == "tf32":
         table = _TF32_HOPPER
         if blackwell:
-            special = {"activation_grad": _TF32_BLACKWELL_HALVES, "weight_products": _TF32_BLACKWELL_PRODUCTS}
+            special = {"activation_grad": _TF32_BLACKWELL_HALVES, "weight_matmuls": _TF32_BLACKWELL_PRODUCTS}
             table = special.get(epilogue, _TF32_BLACKWELL)
     elif hopper:
         special = {"layer_norm": _HALF_HOPPER_LAYER_NORM, "gated": _HALF_HOPPER_GATED}
@@ -246,7 +246,7 @@ def _table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig
         fitting = (config for config in table if config.block_n < 256)
         return tuple(replace(config, maxnreg=128) if config.block_n == 64 else config for config in fitting)
     # weight gradients split the sum over M to fill the multiprocessors, and need no small tiles
-    return table[:1] if epilogue == "weight_products" else table
+    return table[:1] if epilogue == "weight_matmuls" else table
 
 
 _HALF_HOPPER = (

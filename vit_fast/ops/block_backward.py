@@ -123,7 +123,7 @@ def normed_linears(t: Any, norm: str, inner_norm: str, rope_head: int = 0) -> di
 def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
     """Returns the gradients of x and of the parameters; `tensors` are saved tensors, then those of the forward."""
     from ..kernels.layer_norm import NormInput
-    from ..kernels.linear import folding, hidden_norm, linear, scaled_weights, weight_products
+    from ..kernels.linear import folding, hidden_norm, linear, scaled_weights, weight_matmuls
     from ..kernels.linear.gradients import layer_norm_gradient
 
     s = BlockSettings.read(settings)
@@ -160,7 +160,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         pairs, sums["fc1"] = {"fc1": (d_fc1.scaled, norm_input.source), "fc2": (dy, h)}, d_fc1.column_part
     if t.qkv_weight is not None:
         d_proj = stream.to(s.dtype) if narrow is None else narrow
-        d_mixed = linear.product_gradient(d_proj, scaled["proj"]).view(saved.mixed.shape)
+        d_mixed = linear.matmul_gradient(d_proj, scaled["proj"]).view(saved.mixed.shape)
         (d_packed,) = attention_gradient(
             d_mixed, [saved.qkv], saved.mixed, saved.lse, qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale
         )
@@ -168,12 +168,12 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         norm_sums = step.backward(d_packed, saved.before_norm)
         norm_input = NormInput(as_matrix(saved.norm1_input), saved.statistics1)
         d_qkv = as_matrix(d_packed.flatten(2))
-        product, residual = linear.product_gradient(d_qkv, scaled["qkv"]), stream if s.residual else None
+        product, residual = linear.matmul_gradient(d_qkv, scaled["qkv"]), stream if s.residual else None
         stream, normalized, sums["qkv"] = layer_norm_gradient(
             product, linears["qkv"].gamma, norm_input, residual, d_qkv, linears["qkv"].rms
         )
         pairs = {"qkv": (d_qkv, normalized), "proj": (d_proj, as_matrix(saved.mixed.flatten(2))), **pairs}
-    parts = dict(zip(pairs, weight_products.weight_products(*pairs.values())))
+    parts = dict(zip(pairs, weight_matmuls.weight_matmuls(*pairs.values())))
     gradients = _parameter_gradients(t, linears, inner, sums, parts, pairs)
     gradients |= norm_gradients(norm_sums, qk)
     return [stream.view(grad_output.shape), *(gradients[name] for name in gradient_names(s) if name)]
@@ -183,26 +183,26 @@ def _parameter_gradients(
     t: BlockTensors, linears: dict[str, NormedLinear], inner: NormedLinear | None, sums: dict[str, Tensor],
     parts: dict[str, Tensor], pairs: dict[str, tuple[Tensor, Tensor]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the gradients by name, from partial products and sums; `linears` follow a norm, as does `inner`, fc2."""
-    from ..kernels.linear.weight_gradients import FoldedProducts, ResidualProducts, parameter_gradients
+    """Returns the gradients by name, from matmuls and partial sums; `linears` follow a norm, as does `inner`, fc2."""
+    from ..kernels.linear.weight_gradients import FoldedMatmul, ResidualMatmul, parameter_gradients
 
-    products = [FoldedProducts(parts[name], sums[name], layer) for name, layer in linears.items()]
+    matmuls = [FoldedMatmul(parts[name], sums[name], layer) for name, layer in linears.items()]
     branches = {}
     for name, weight, bias, layer_scale in (
         ("proj", t.proj_weight, t.proj_bias, t.scale1), ("fc2", t.fc2_weight, t.fc2_bias, t.scale2),
     ):  # fmt: skip
         if name in parts and (name == "proj" or inner is None):
             vectors = (vector if vector is None else vector.contiguous() for vector in (bias, layer_scale))
-            branches[name] = ResidualProducts(parts[name], pairs[name][0], weight.contiguous(), *vectors)
+            branches[name] = ResidualMatmul(parts[name], pairs[name][0], weight.contiguous(), *vectors)
     if inner is not None:
         scaled = inner
         if t.scale2 is not None:  # the gradients of gamma and beta depend on LayerScale times W
             bias = None if inner.bias is None else inner.bias.float()
             scaled = replace(inner, weight=inner.weight.float() * t.scale2.float()[:, None], bias=bias)
-        products.append(FoldedProducts(parts["fc2"], sums["fc2"], scaled))
-    of_folded, of_branches = parameter_gradients(products[:2], list(branches.values()))
-    if products[2:]:  # the kernel supports at most two folded layers
-        of_folded += parameter_gradients(products[2:], [])[0]
+        matmuls.append(FoldedMatmul(parts["fc2"], sums["fc2"], scaled))
+    of_folded, of_branches = parameter_gradients(matmuls[:2], list(branches.values()))
+    if matmuls[2:]:  # the kernel supports at most two folded layers
+        of_folded += parameter_gradients(matmuls[2:], [])[0]
     gradients: dict[str, Any] = {}
     for name, of in zip(linears, of_folded):
         norm = "norm1" if name == "qkv" else "norm2"

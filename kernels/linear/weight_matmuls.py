@@ -20,7 +20,7 @@ from torch import Tensor
 from ..device import gpu_of
 from ..launch import Launch
 from ..matmul.matmul_launch import MatmulConfig, tiled
-from ..matmul.matmul_policy import products_config
+from ..matmul.matmul_policy import matmuls_config
 from ..matmul.matmul_tiles import accumulate, store_tile, tile_position
 
 
@@ -55,7 +55,7 @@ def _store_parts(
 
 
 @triton.jit(do_not_specialize=["P", "Q", "P2", "Q2", "P3", "Q3", "P4", "Q4", "M", "splits"])
-def _weight_products_kernel(
+def _weight_matmuls_kernel(
     a,  # [M, P]
     b,  # [M, Q]
     out,  # output: fp32 [splits, P, Q]
@@ -78,7 +78,7 @@ def _weight_products_kernel(
 Pair = tuple[Tensor, Tensor]
 
 
-def weight_products_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config: MatmulConfig) -> Launch:
+def weight_matmuls_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config: MatmulConfig) -> Launch:
     """Returns the launch for one to four pairs of contiguous a [M, P] and b [M, Q].
 
     `block_m`, `block_n` and `block_k` of `config` are the tile sizes along P, Q and M.
@@ -102,14 +102,14 @@ def weight_products_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config:
     }  # fmt: skip
     programs = min(tiles * splits, gpu_of(first.device).sm_count * config.ctas_per_sm)
     return Launch(
-        _weight_products_kernel, (programs,), args, constants,
+        _weight_matmuls_kernel, (programs,), args, constants,
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg, device=first.device,
     )  # fmt: skip
 
 
-def weight_products(*pairs: Pair) -> list[Tensor]:
+def weight_matmuls(*pairs: Pair) -> list[Tensor]:
     """Returns the parts of a^T b, fp32 [splits, P, Q], for one to four pairs."""
-    config, splits = products_config(pairs)
+    config, splits = matmuls_config(pairs)
     out = [torch.empty(splits, a.shape[1], b.shape[1], dtype=torch.float32, device=a.device) for a, b in pairs]
-    weight_products_launch(pairs, out, config).run()
+    weight_matmuls_launch(pairs, out, config).run()
     return out
