@@ -89,7 +89,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"x": lambda x: x[0, 0]}, "x and fc1_weight must have shapes"),
     ({"activation": "swiglu"}, "activation must be one of"),
     ({"norm": "batch_norm"}, "norm must be one of 'layer_norm', 'rms_norm', got 'batch_norm'"),
-    ({"norm": "rms_norm"}, "bias must be None for 'rms_norm'"),
+    ({"norm": "rms_norm"}, "the bias of norm must be None for 'rms_norm'"),
     ({"gate_weight": zeros(32, 32), "fc1_bias": None}, r"gate_weight must have shape \(48, 32\) .* \(32"),
     ({"gate_bias": zeros(48)}, "gate_bias must be None without gate_weight"),
     ({"gate_weight": zeros(48, 32)}, "fc1_bias and gate_bias must both be tensors or both be None"),

@@ -169,16 +169,16 @@ _TABLE = torch.zeros(N, D // 2)
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"rope": Rope(_TABLE, _TABLE, 1)}, r"rope.cos must have shape \(6, 4\).*, got \(7, 4\)"),
+        ({"rope": Rope(_TABLE, _TABLE, 1)}, r"T = 6, .*, got \(7, 4\)"),
         ({"rope": Rope(_TABLE, _TABLE[:, :3])}, r"equal shapes, got \(7, 4\) and \(7, 3\)"),
-        ({"rope": Rope(_TABLE[:, :3], _TABLE[:, :3])}, "8 may replace 4"),
+        ({"rope": Rope(_TABLE[:, :3], _TABLE[:, :3])}, "d = 4 or 8"),
         ({"rope": Rope(_TABLE, _TABLE, 8)}, "between 0 and 7, the number of tokens, got 8"),
         ({"rope": Rope(_TABLE, _TABLE, 0, "halves")}, "rope.layout must be one of 'half', 'interleaved', got 'halves'"),
         ({"qk_norm": QkNorm(Norm(), Norm(), "heads")}, "qk_norm.over must be one of 'head', 'width', got 'heads'"),
         ({"qk_norm": QkNorm(Norm(kind="rms"), Norm())}, "qk_norm.q must be one of 'layer_norm', 'rms_norm', got 'rms'"),
         ({"qk_norm": QkNorm(Norm(), Norm(torch.ones(H * D)))}, r"qk_norm.k.weight must have shape \(8,\), got \(24,\)"),
         ({"qk_norm": QkNorm(Norm(), Norm(torch.ones(D)), "width")}, r"must have shape \(24,\), got \(8,\)"),
-        ({"qk_norm": QkNorm(Norm(bias=torch.ones(D), kind="rms_norm"), Norm())}, "bias must be None for 'rms_norm'"),
+        ({"qk_norm": QkNorm(Norm(bias=torch.ones(D), kind="rms_norm"), Norm())}, "bias of qk_norm.q must be None for"),
         (
             {"qk_norm": QkNorm(Norm(eps=1e-5), Norm())},
             "equal kind and eps, got layer_norm, 1e-05 and layer_norm",

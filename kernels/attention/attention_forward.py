@@ -7,8 +7,8 @@ Two kernels:
 - looped: a loop over key tiles of BLOCK_N with an online softmax (Milakov and Gimelshein, arXiv 1805.02867;
   FlashAttention-2, arXiv 2307.08691).
 
-For fixed inputs of the looped kernel, full tiles need no mask. At most two power-of-two tiles cover the remaining keys;
-only the last one may need a mask. For packed and masked inputs, see `over_tiles` (attention_tiles.py).
+If inputs are neither packed nor masked, full tiles of the looped kernel need no mask. At most two power-of-two tiles
+cover the remaining keys; only the last one may need a mask. For other inputs, see `over_tiles` (attention_tiles.py).
 
 Both kernels store lse = log2(sum 2^(scale log2(e) q k^T)) for the backward. They multiply the fp32 scores by
 scale log2(e) before exp2, instead of multiplying q.
@@ -58,7 +58,7 @@ def _store_output(target, acc, inverse, o_scale_ptr, start, n_q, ROWS: tl.conste
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_fwd_row_kernel(
-    # pointers or descriptors of the LO and HI (_hi) blocks of tiles; _a, _b, _c: key tiles of up to three sizes
+    # pointers or descriptors of blocks LO, HI (_hi) of attention_tiles.py; _a, _b, _c: key tiles of up to three sizes
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None
@@ -156,7 +156,7 @@ def _online_step(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_fwd_looped_kernel(
-    # pointers or descriptors of the LO and HI (_hi) blocks of tiles; _a, _b, _c: key tiles of up to three sizes
+    # pointers or descriptors of blocks LO, HI (_hi) of attention_tiles.py; _a, _b, _c: key tiles of up to three sizes
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None

@@ -1,18 +1,18 @@
 """Backward of linear layers after a LayerNorm or before a residual: the formulas, and the backward of the LayerNorm.
 
 After a LayerNorm, z = n W''^T + c = LayerNorm(x) W^T + b, where n = (x - mean) rstd (W'' and c: `folding.py`). Let dz
-be the gradient of z, g = dz W'' the gradient of n, and U = dz^T n. Indices: m (tokens), c (columns of x), f (of z):
+be the gradient of z, g = dz W'' the gradient of n, and U = dz^T n. Indices: m (tokens), j (columns of x), f (of z):
 
-    dx     = rstd (g - mean_c(g) - n mean_c(g n)), for RMSNorm without mean_c(g)
+    dx     = rstd (g - mean_j(g) - n mean_j(g n)), for RMSNorm without mean_j(g)
     dW     = U gamma + (sum_m dz) beta^T
     dgamma = sum_f U W
     dbeta  = sum_f (sum_m dz) W
     db     = sum_m dz
 
-For a LayerNorm, mean_c(g) is 0 except for rounding errors, because the rows of W'' sum to 0. C * mean_c(g n) equals
+For a LayerNorm, mean_j(g) is 0 except for rounding errors, because the rows of W'' sum to 0. C * mean_j(g n) equals
 sum_f(dz (z - c)). There are two cases:
 - dz is an input (qkv): `_layer_norm_grad_kernel` computes dx from dz W and x. g = (dz W) gamma gives the same dx as
-  dz W'', because mean_c(g) is subtracted. The kernel also writes n, unless x was normalized beforehand.
+  dz W'', because mean_j(g) is subtracted. The kernel also writes n, unless x was normalized beforehand.
 - dz is computed by a matmul (fc1, before an activation): the epilogue sums dz (z - c) and stores dz~ = rstd dz. Then
   U = dz~^T x - sum_m(dz~ * mean): the sum, a vector [F], is subtracted from every column.
 

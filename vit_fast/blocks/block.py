@@ -148,7 +148,7 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
 
 
 def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Rope | None]:
-    """Returns the parameters, folded if frozen for this dtype and call, and rotary positions in their channel order."""
+    """Returns parameters (folded if frozen for this dtype and call) and rotary embeddings in their channel order."""
     attention: Any = parts.attention
     mlp: Any = parts.mlp
     frozen = parts.frozen if type(parts.frozen) is Frozen else None  # not Packed or FrozenFp8

@@ -47,7 +47,7 @@ class QkNorm(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Rotary positions: each pair (a, b) of channels of q and k becomes (a cos - b sin, b cos + a sin).
+    """Rotary embeddings: each pair (a, b) of channels of q and k becomes (a cos - b sin, b cos + a sin).
 
     Attributes:
         cos, sin: [T, d], [B, T, d] or [B or 1, H or 1, T, d] in any floating dtype, with T = N - prefix. d is D/2 with
@@ -81,8 +81,8 @@ class BlockTensors(NamedTuple):
 
     `fold` in `folded.py` folds norms and gate into weight and bias of qkv, fc1 and, after an inner
     norm, fc2. It sets `*_sum` of these layers, and sets the fields of norms and gate to None. In e4m3, `*_factor`
-    are the reciprocal scales of a layer's input. qkv_row_scale and fc1_row_scale scale the rows of weights. scale1 and
-    scale2 are row scales times LayerScale.
+    are the reciprocal scales of a layer's input, `*_row_scale` scale the rows of its weight, and scale1 and scale2 are
+    row scales times LayerScale.
     """
 
     norm1_weight: Tensor | None = None  # [C]
@@ -128,7 +128,7 @@ class BlockScales(NamedTuple):
 
 
 def interleave(rope: Rope, head_dim: int) -> Rope:
-    """Converts positions of layout "half" for a folded qkv weight in which channel j + D/2 follows channel j."""
+    """Converts rotary embeddings of layout "half" to the channel order of a folded qkv weight: j + D/2 follows j."""
     cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
     return Rope(cos, sin, rope.prefix, "interleaved_half")
 
@@ -154,7 +154,7 @@ def key_mask_of(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def names_keys(mask: Any) -> bool:
-    """True if a mask is a padding mask or `Keys`, which fused layers support."""
+    """True for the masks that fused modules support: padding masks and `Keys`."""
     return isinstance(mask, Keys) or is_padding(mask)
 
 
@@ -197,7 +197,7 @@ def check_keys(keys: Keys, batch: int, tokens: int, device: torch.device) -> Non
 def check_norm(name: str, norm: Norm, width: int) -> None:
     check_choice(name, norm.kind, _NORMS)
     if norm.kind == "rms_norm" and norm.bias is not None:
-        raise ValueError(f"{name}.bias must be None for 'rms_norm', got a tensor")
+        raise ValueError(f"the bias of {name} must be None for 'rms_norm', got a tensor")
     for part, tensor in (("weight", norm.weight), ("bias", norm.bias)):
         if tensor is not None and tuple(tensor.shape) != (width,):
             raise ValueError(f"{name}.{part} must have shape {(width,)}, got {tuple(tensor.shape)}")
@@ -241,8 +241,8 @@ def checked_rope(rope: Rope, shape: Sequence[int], is_folded: bool = False) -> R
     )
     if not fits or cos.shape[-1] not in (D, D // 2):
         raise ValueError(
-            f"rope.cos must have shape {(T, D // 2)}, {(B, T, D // 2)} or {(B, H, T, D // 2)}, where the last may have "
-            f"1 instead of {B} or {H}, and {D} may replace {D // 2}, got {tuple(cos.shape)}"
+            f"rope.cos must have shape [T, d], [B, T, d] or [B or 1, H or 1, T, d] with T = {T}, B = {B}, H = {H} "
+            f"and d = {D // 2} or {D}, got {tuple(cos.shape)}"
         )
     return Rope(_one_value_per_pair(cos, D, layout), _one_value_per_pair(sin, D, layout), prefix, layout)
 

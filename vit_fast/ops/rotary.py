@@ -60,7 +60,7 @@ def qk_norm_rope(
         qkv: Output of the qkv layer [B, N, 3, H, D], or [total, 3, H, D] for packed sequences; fp32, fp16 or bf16
             (also fp64 with eager and sdpa).
         qk_norm: Norms of q and k; None means no norm.
-        rope: Rotary positions; None means no rotation.
+        rope: Rotary embeddings; None means no rotation.
         backend: See `attention`. eager and sdpa are identical here.
     Returns:
         A new tensor of the same shape and dtype.
