@@ -159,7 +159,7 @@ def compare(
 
 def report(
     records: Annotated[
-        list[Path], argument("Records of `bench` or their folders, of `make gpu-check`, or of `kernels --host --json`.")
+        list[Path], argument("Records of `bench` (or their folders), `make gpu-check` or `kernels --host --json`.")
     ],
     out: Annotated[Path, option("Output file.")] = Path("report.html"),
 ) -> None:

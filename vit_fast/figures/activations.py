@@ -124,7 +124,7 @@ def record_activations(model: nn.Module, images: Tensor) -> Activations:
     of_patches = [shape for shape in seen.convolutions if 0 <= count - math.prod(shape[2:]) <= MOST_PREFIX_TOKENS]
     if not of_patches:
         shapes = [tuple(shape) for shape in seen.convolutions]
-        reason = f"a convolution must output one element per patch for {count} tokens, got outputs of shape {shapes}"
+        reason = f"a convolution must output one vector per patch, got {count} tokens and convolution outputs {shapes}"
         raise UnsupportedInputError(what, [reason])
     _, width, rows, columns = of_patches[-1]
     prefix = count - rows * columns
@@ -179,7 +179,7 @@ def position_embedding(model: nn.Module, patches: int) -> Tensor:
         found = found.reshape(-1, found.shape[-1])
         if 0 <= len(found) - patches <= MOST_PREFIX_TOKENS:
             return found[len(found) - patches :]
-    reason = f"the model must have a learned position embedding with one row for each of {patches} patches, got none"
+    reason = f"the model must have a learned position embedding for {patches} patches, got none"
     raise UnsupportedInputError(f"positions of a {type(model).__name__}", [reason])
 
 
