@@ -1,4 +1,4 @@
-"""torchvision's VisionTransformer: weight names, peer, models for export; fused layers of torchvision and torch.nn."""
+"""torchvision's VisionTransformer: weight names, peer, models for export; fused modules of torchvision and torch.nn."""
 
 from __future__ import annotations
 

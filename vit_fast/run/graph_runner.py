@@ -71,7 +71,7 @@ class GraphRunner:
             own activations.
         budgets: Instead of an example: numbers of tokens. A graph is captured at the first call that needs it.
             `vit_fast.budgets_for` suggests budgets.
-        max_images: With budgets: maximum number of images in one graph, by default 64. Each frame of a video counts.
+        max_images: With budgets: maximum number of images in one graph, by default 64. Each temporal patch of a video counts.
         fallback: "error" raises an error for a call that no graph can run; "eager" runs it without a graph. Without a
             CUDA device, budgets run eagerly with the same packing and padding; an example needs "eager".
     Raises:
@@ -194,7 +194,7 @@ class GraphRunner:
         if (longest := max(call.lengths)) > self.budgets[-1]:
             yield f"an image must have at most {self.budgets[-1]} tokens, the largest budget, got {longest}"
         if max(call.sequences) > self._sequences:
-            yield f"a video must have at most max_images={self._sequences} frames, got {max(call.sequences)}"
+            yield f"a video must have at most max_images={self._sequences} temporal patches, got {max(call.sequences)}"
         if change := self._watched.change(self):
             yield change
         leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
@@ -355,7 +355,7 @@ def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int 
     """Suggests token budgets: those that need the fewest padding tokens if each image runs alone.
 
     Args:
-        sizes: (height, width) or (frames, height, width) of each image, as in spatial_shapes and image_grid_thw.
+        sizes: (height, width) or (time, height, width) of each image, as in spatial_shapes and image_grid_thw.
         patch_size: Pixels per side of a patch, if height and width are in pixels.
         count: Maximum number of budgets.
     Returns:
@@ -370,9 +370,9 @@ def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int 
     rounded: list[int] = []
     for size in sizes:
         if len(size) not in (2, 3) or any(int(side) < 1 for side in size):
-            raise ValueError(f"sizes must be positive (height, width) or (frames, height, width), got {tuple(size)}")
-        *frames, height, width = map(int, size)
-        patches = (frames or [1])[0] * -(-height // patch_size) * -(-width // patch_size)
+            raise ValueError(f"sizes must be positive (height, width) or (time, height, width), got {tuple(size)}")
+        *time, height, width = map(int, size)
+        patches = (time or [1])[0] * -(-height // patch_size) * -(-width // patch_size)
         rounded.append(-(-patches // 64) * 64)
     if not rounded:
         raise ValueError("sizes must contain at least one image, got none")
