@@ -49,7 +49,7 @@ def test_tests_of_changed_paths() -> None:
 
 UNAVAILABLE = build.why_unavailable()
 EXECUTED = {
-    "sm_80": ("test_matmul_kernel.py", "test_a_residual_in_fp32_is_added and bfloat16 and TMA"),
+    "sm_80": ("test_matmul_kernel.py", "test_input_gradient_in_fp32 and bfloat16 and TMA"),
     "sm_90": ("test_attention_kernel.py", "test_every_shape and 2-20-20-2-32"),
 }
 
