@@ -71,7 +71,8 @@ class GraphRunner:
             own activations.
         budgets: Instead of an example: numbers of tokens. A graph is captured at the first call that needs it.
             `vit_fast.budgets_for` suggests budgets.
-        max_images: With budgets: maximum number of images in one graph, by default 64. Each temporal patch of a video counts.
+        max_images: With budgets: maximum number of images in one graph, by default 64. Each temporal patch of a video
+            counts.
         fallback: "error" raises an error for a call that no graph can run; "eager" runs it without a graph. Without a
             CUDA device, budgets run eagerly with the same packing and padding; an example needs "eager".
     Raises:
