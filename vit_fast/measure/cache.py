@@ -51,7 +51,7 @@ class CachedResult:
         data = json.loads(path.read_text(), object_hook=lambda part: {BEFORE.get(n, n): v for n, v in part.items()})
         version = data.get("format") if isinstance(data, dict) else None
         if version not in (1, FORMAT):
-            raise ValueError(f"must be a result of vit_fast.optimize of format {FORMAT}, got format {version!r}")
+            raise ValueError(f"a result of vit_fast.optimize must have format 1 or {FORMAT}, got {version!r}")
         key, candidate, figures = (data.get(name) for name in ("key", "candidate", "figures"))
         if not all(isinstance(part, dict) for part in (key, candidate, figures)):
             raise ValueError("key, candidate and figures must be objects")
@@ -128,7 +128,7 @@ def all_results() -> Iterator[tuple[Path, CachedResult]]:
         except FileNotFoundError:  # another process removed it just now
             continue
         except (OSError, ValueError, TypeError) as error:  # TypeError: fields of other types
-            warnings.warn(f"{path}: ignored, not a result of vit_fast.optimize ({error})", stacklevel=3)
+            warnings.warn(f"{path}: ignored, it cannot be read: {error}", stacklevel=3)
     for _, path, result in sorted(found, key=lambda each: each[:2], reverse=True):
         yield path, result
 

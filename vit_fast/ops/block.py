@@ -243,8 +243,9 @@ def _require_supported(t: BlockTensors, x: Tensor, dtype: torch.dtype) -> None:
         if tensor.device != x.device:
             reasons.append(f"{name} must be on {x.device} like x, got {tensor.device}")
         if tensor.dtype not in dtypes:
-            whose = "x" if dtype == x.dtype else "autocast"
-            reasons.append(f"{name} must be float32 or have the dtype of {whose}, {dtype}, got {tensor.dtype}")
+            whose = "like x" if dtype == x.dtype else "of autocast"
+            half = f" or {dtype} {whose}" if dtype.itemsize == 2 else ""
+            reasons.append(f"{name} must be torch.float32{half}, got {tensor.dtype}")
     if reasons:
         raise UnsupportedInputError(f"{what} with backend='triton'", reasons)
 
