@@ -17,8 +17,9 @@ one or two blocks, LO and HI columns wide (80 = 64 + 16). One block of 128 colum
 Tensors [B, H, N, D] with arbitrary strides and last stride 1 are accessed through TMA descriptors or pointers. Related
 arguments are grouped:
 
-- source, target: (descriptor or pointer of the LO block, of the HI block, image, head, strides of images, heads, rows).
-  Strides are in units of ALIGN elements: multiplying by this constant shows the compiler that rows are aligned.
+- source, target: (LO, HI, image, head, stride of images, stride of heads, stride of rows). With TMA, LO and HI are
+  descriptors of the blocks; without, LO points to the tensor and HI is not used. Strides are in units of ALIGN
+  elements: multiplying by this constant shows the compiler that rows are aligned.
 - FORM: (D, LO, HI, WIDE, ALIGN). HI: 0 if there is no second block. WIDE: offsets within a tile need int64.
 """
 
@@ -245,7 +246,7 @@ def over_tiles(
 
     For fixed inputs, full tiles precede TAIL rows. For packed and masked inputs with TMA, full tiles precede one tile
     that is loaded by masked pointers: a TMA box would extend into the next packed sequence, which may contain NaN.
-    Without TMA, one loop masks all tiles, because separate loops for full and last tiles would spill.
+    Without TMA, one loop masks all their tiles, because separate loops for full and last tiles would spill.
 
     Args:
         step: Function (first, second, start, end, shared, state, ROWS, FORM, TMA, MASKED, FIRST) that returns the new

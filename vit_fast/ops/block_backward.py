@@ -145,7 +145,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         norm_input, dy = NormInput(as_matrix(saved.norm2_input), saved.statistics2), stream.to(s.dtype)
         if inner is None:
             (folded,) = folding.fold_linears([linears["fc1"]], s.dtype)
-        else:  # neither gamma nor beta of the inner norm is applied to h, the input of fc2
+        else:  # with an inner norm, the h returned below is normalized, but without gamma and beta
             along, sums["fc2"] = hidden_norm.along_rows(dy, saved.branch, t.scale2, inner.weight.shape[1])
             folded, behind = folding.fold_linears([linears["fc1"], inner], s.dtype)
             (scaled["fc2"],) = scaled_weights.scaled_weights([(behind.weight, t.scale2)], s.dtype)
@@ -183,7 +183,7 @@ def _parameter_gradients(
     t: BlockTensors, linears: dict[str, NormedLinear], inner: NormedLinear | None, sums: dict[str, Tensor],
     parts: dict[str, Tensor], pairs: dict[str, tuple[Tensor, Tensor]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the gradients by name, from matmuls and partial sums; `linears` follow a norm, as does `inner`, fc2."""
+    """Returns the gradients by name. `linears` are qkv and fc1; `inner` is fc2 if a norm precedes it, else None."""
     from ..kernels.linear.weight_gradients import FoldedMatmul, ResidualMatmul, parameter_gradients
 
     matmuls = [FoldedMatmul(parts[name], sums[name], layer) for name, layer in linears.items()]

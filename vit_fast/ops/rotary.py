@@ -110,7 +110,7 @@ def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) 
 def _kernel_settings(
     what: str, head_dim: int, tensors: QkTensors, settings: QkSettings, prefix: int, reasons: Sequence[str] = ()
 ) -> QkvSettings:
-    """Converts operator arguments; raises UnsupportedInputError with these and all other reasons against it."""
+    """Converts operator arguments; raises UnsupportedInputError with `reasons` and those found here, if any."""
     reasons = [*reasons, *([f"head_dim must be even, got {head_dim}"] if head_dim % 2 else [])]
     for name, tensor in zip(QkTensors._fields, tensors[:6]):
         if tensor is not None and tensor.dtype not in DTYPES:
@@ -231,7 +231,7 @@ def qkv_step(
 ) -> QkvStep:  # fmt: skip
     """Builds a `QkvStep` for images of `tokens` tokens from the results of `operator_arguments`.
 
-    If the weight was folded earlier with layout "half", its pairs are not adjacent: the matmul does not rotate.
+    If `is_folded` and the layout is still "half", pairs are not adjacent in the weight: the matmul does not rotate.
     norm_dtype is the dtype of the matmul, or None if its epilogue must not normalize, e.g. before a backward.
     """
     from ..kernels.matmul.matmul_launch import HeadStep
