@@ -120,8 +120,8 @@ def test_a_failing_candidate_gets_a_row_with_the_reason_and_the_others_are_timed
         "refused": (refuse, "unsupported", "one reason; another reason"),
         "broken": (fail, "failed", "RuntimeError: it broke in two lines"),
         "later": (breaking(fail), "failed", "it broke in two lines"),  # while it is timed
-        "hanging": (breaking(hang, after=0), "failed", "TimeoutError: more than 900 s"),
-        "hanging later": (breaking(hang), "failed", "TimeoutError: more than 900 s"),
+        "hanging": (breaking(hang, after=0), "failed", "TimeoutError: took more than 900 s"),
+        "hanging later": (breaking(hang), "failed", "TimeoutError: took more than 900 s"),
     }
     for name, (make, _, _) in bad.items():
         add(name, make, packages=("a_package_that_is_not_there",) if name == "missing" else ())

@@ -57,8 +57,8 @@ for shape in shapes:
             builds.setdefault(offline.specialization(launch), (aligned, build))
 for aligned, build in builds.values() if compiles else ():
     try:
-        stats = static_checks.compile_build(build, arch)
-        spills, problems = static_checks.spills(stats), static_checks.problems(build, stats, arch)
+        stats = static_checks.compile_stats(build.launch, arch)
+        spills, problems = stats["spill_loads"] + stats["spill_stores"], static_checks.problems(build, stats, arch)
     except Exception as error:
         spills, problems = 0, [repr(error)]
     found.append([f"{build.kernel} {build.case}", aligned, spills, problems])

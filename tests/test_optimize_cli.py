@@ -167,13 +167,13 @@ def test_a_larger_budget_searches_again(model, images, only) -> None:
     first = vit_fast.optimize(model, images, budget_s=1e-3)
     figures = first.cached.figures
     assert not first.from_cache and (figures["tried"], figures["candidates"]) == (1, 2) and figures["finish_s"] > 1e-3
-    told = "1 of 2 candidates tried in 0.001 s; about "
+    told = "1 of 2 candidates tried, budget 0.001 s; a budget of about "
     assert told in str(first) and "s would finish the search" in str(first)
     same = vit_fast.optimize(model, images, budget_s=1e-3)
     assert same.from_cache and told in str(same)
     whole = vit_fast.optimize(model, images, budget_s=600)
     assert not whole.from_cache and whole.candidate == FUSED
-    assert whole.cached.figures["finish_s"] is None and "(2 of 2 candidates tried in 600 s)" in str(whole)
+    assert whole.cached.figures["finish_s"] is None and "(2 of 2 candidates tried, budget 600 s)" in str(whole)
     for budget_s in (1e-3, 6000):
         assert vit_fast.optimize(model, images, budget_s=budget_s).from_cache, "a finished search is never repeated"
 

@@ -11,7 +11,7 @@ So the matmul reads x itself, and the epilogue needs only mean and rstd of each 
 without s, the relative error in bf16 would be 16 % for rows whose mean is 100 times the standard deviation. RMSNorm has
 no mean: W'' = W gamma, without s.
 
-One kernel folds both linear layers of a block that follow LayerNorms (qkv and fc1). The kernel also permutes rows of W:
+One kernel folds up to two layers, usually qkv and fc1, which follow LayerNorms. The kernel also permutes rows of W:
 
 - Gated layers act(g) u: row 2j of W'' is row j of the weight of g, row 2j + 1 is row j of the weight of u. So each
   output tile of the matmul contains g and u.

@@ -38,8 +38,8 @@ def hidden_linear_residual(
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Returns [residual +] scale (norm(h) W^T + b) [M, C] in `dtype`, and two tensors for the backward.
 
-    The first is y' - c [M, C] in `dtype`, or None without `training`. The second contains mean and rstd of h, fp32
-    [2, M]. In half precision, rstd is negative for a constant row.
+    The first is y' - c [M, C] in `dtype`, or None without `training`. The second, fp32 [2, M],
+    contains mean and rstd of h, if `training`. In half precision, rstd is negative for a constant row.
 
     Args:
         part: LayerNorm statistics of h [M, F]; None for fp32 h, which an extra kernel normalizes.

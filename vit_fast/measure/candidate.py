@@ -303,7 +303,7 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal expired
         expired = True
-        raise TimeoutError(f"more than {seconds:g} s")
+        raise TimeoutError(f"took more than {seconds:.4g} s")
 
     def again() -> None:
         signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), REPEAT_S)
@@ -316,7 +316,7 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
     except Exception as error:
         if not expired:
             raise
-        raise TimeoutError(f"more than {seconds:g} s") from error  # also if a compiler wrapped it
+        raise TimeoutError(f"took more than {seconds:.4g} s") from error  # also if a compiler wrapped it
     finally:
         try:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -83,9 +83,9 @@ class Optimization:
         notes = ["cached result, checked again"] if self.from_cache else []
         if "candidates" in figures:  # older results lack it
             budget = format_number(figures["budget_s"])
-            notes.append(f"{figures['tried']} of {figures['candidates']} candidates tried in {budget} s")
+            notes.append(f"{figures['tried']} of {figures['candidates']} candidates tried, budget {budget} s")
         if figures.get("finish_s") is not None:
-            notes.append(f"about {format_number(figures['finish_s'], 2)} s would finish the search")
+            notes.append(f"a budget of about {format_number(figures['finish_s'], 2)} s would finish the search")
         return f"{'; '.join(facts)} ({'; '.join(notes)})."
 
     def save(self, path: str | Path) -> None:

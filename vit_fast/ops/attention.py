@@ -304,7 +304,7 @@ def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_output(qkv: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates the output in the layout of q, and the log-sum-exps. Also returns the output as [B, H, N_q, D]."""
+    """Allocates the output, with q's order of dimensions, and the log-sum-exps; also returns it as [B, H, N_q, D]."""
     q = _heads_first(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
     memory = q.new_empty((batch, tokens, heads, head_dim), dtype=dtype)  # flattening [H, D] for proj needs no copy
