@@ -156,7 +156,7 @@ def _complete(
     if names is not None:
         check_type("class_names", names, list, tuple)
         if len(names) != vit.num_classes:
-            raise ValueError(f"class_names must have {vit.num_classes} names, like num_classes, got {len(names)}")
+            raise ValueError(f"class_names must have one name per class, {vit.num_classes} in total, got {len(names)}")
         vit.class_names = tuple(map(str, names))
     if options.preprocess and vit.data_config is None:
         raise ValueError(f"data_config must be given for preprocess=True, because {vit.name} has none")
@@ -218,8 +218,8 @@ def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel, who
     new_operator = "the Attention operator needs TensorRT 10.14 or newer; opset 22 or older avoids it"
     no_data_config = "the model has no data_config: pass one to store the preprocessing in the file"
     few_images = (
-        f"the outputs were compared on {whole} image files and crops of them: pass {MIN_HELD_OUT} or more as "
-        f"`images`, or {MIN_HELD_OUT + CALIBRATION_IMAGES} or more as `calibration`, which uses {CALIBRATION_IMAGES}"
+        f"the outputs were compared on few images (files: {whole}) and crops of them: pass {MIN_HELD_OUT} or more as "
+        f"`images`, or as `calibration` in addition to the {CALIBRATION_IMAGES} that calibrate"
     )
     warnings = [
         *((not fusion.complete, f"not fully fused: {fusion.line()}") for fusion in report.fusions),

@@ -248,7 +248,7 @@ def test_save_and_load(model, images, one_engine, tmp_path) -> None:
     with pytest.raises(ValueError, match="another architecture"):
         vit_fast.load_optimized(tmp_path / "fast.json", vit_fast.create_model("vit_test", depth=1))
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ValueError, match="format None"):
+    with pytest.raises(ValueError, match="format 1 or 2, got None"):
         vit_fast.load_optimized(tmp_path / "bad.json", model)
 
 

@@ -46,7 +46,7 @@ ClassNames = Annotated[
 ]
 DataConfigFile = Annotated[
     Path | None,
-    option("JSON file with mean, std, crop_pct, interpolation and img_size of an ONNX file without this metadata."),
+    option("For an ONNX file without metadata: JSON file with mean, std, crop_pct, interpolation and img_size."),
 ]
 Device = Annotated[str, option("auto, cpu, cuda or cuda:N.")]
 ImageSize = Annotated[str | None, option("Image size in pixels (default: the model's).", metavar="N|HxW")]

@@ -51,7 +51,7 @@ class BackwardConfig:
 
 @cache
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """Returns the widths (LO, HI) of power-of-two blocks that hold head_dim columns; HI is 0 if one block is enough.
+    """Returns the widths (LO, HI) of power-of-two blocks that hold head_dim columns; HI is 0 if two are not narrower.
 
     48 -> (32, 16), 72 and 80 -> (64, 16), 96 -> (64, 32), 112 -> (128, 0). A block has at least 16 columns.
     """
@@ -199,8 +199,8 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
     # with more columns, or with more keys (including padding), the row kernel spills
     most_columns, most_keys = 80 if tma else 64, 208 if generation == "ampere" else MAX_ROW_KEYS
     keys = sum(cover(problem.n_kv, 128, 3))
-    # in 100 KB of shared memory, only one program of the row kernel fits, or three of the looped kernel, which overlap
-    # loads, exponentials and matmuls
+    # above 49 of 100 KB of shared memory, one program of the row kernel fits; three of the looped kernel fit and overlap
+    # each other's loads, exponentials and matmuls
     alone = problem.arch in ("sm_86", "sm_89", "sm_120") and width * (4 * keys + 128) > 49 * 1024
     if generation == "ampere" and (problem.n_q <= 64 or alone) and 128 < keys <= most_keys and width <= most_columns:
         # up to 64 queries (attention pooling) are a single tile, for which the row kernel spills (_tiles_per_program)
@@ -217,7 +217,7 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         # tiles of 128 queries spill
         return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=2)
     if generation == "ampere" and width == 48 and problem.arch != "sm_80":
-        # with 168 registers per thread, three programs of 4 warps fit, but only one of 8 warps; 128 registers spill
+        # with 168 registers per thread, three programs of 4 warps fit, but only one of 8 warps; 128 spill here
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if generation == "ampere":
         # without maxnreg, ptxas uses 170 registers for 48 columns, and only one program fits per multiprocessor

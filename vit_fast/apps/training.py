@@ -1,6 +1,6 @@
 """Trains a VisionTransformer, and writes checkpoint, log and weights after every epoch.
 
-A resumed run gives bitwise identical results. Random numbers depend only on seed, epoch, image and rank, so a run can
+On a CPU, a resumed run gives bitwise identical results. Random numbers depend only on seed, epoch, image and rank, so a run can
 be repeated, resumed, and compared step by step between backends.
 """
 

@@ -62,7 +62,7 @@ SETTINGS = (
     "SymInt heads, float scale, SymInt prefix, SymInt max_seqlen, float eps1, float eps2, float qk_eps, "
     "float inner_eps, str words"
 )
-"""The operator arguments that `BlockSettings.read` restores, as a schema."""
+"""Schema of the operator arguments from which `BlockSettings.read` restores the settings."""
 
 
 _TENSORS = len(BlockTensors._fields)
@@ -87,7 +87,7 @@ def gradient_names(s: BlockSettings) -> list[str]:
 def saved_names(s: BlockSettings) -> list[str]:
     """Returns the names of the tensors that the forward saves for the backward.
 
-    norm1_input, statistics1: Input of norm1 and its LayerNorm statistics (see `block.py`).
+    norm1_input, statistics1: Input of norm1, mean and rstd, fp32 [2, M]. For fp32 x: normalized input, rstd [1, M].
     norm2_input, statistics2: The same for norm2.
     qkv [B, N, 3, H, D], mixed [B, N, H, D], lse [B, H, N]: Input, output and log-sum-exp of the attention.
     before_norm: qkv before the norms of q and k.

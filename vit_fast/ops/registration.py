@@ -145,7 +145,7 @@ def operator(
     _LIBRARY.impl(name, dispatch, "Autograd", with_keyset=True)
 
     class Transformed(torch.autograd.Function):
-        """The operator for torch.func, which otherwise rejects operators or treats forward-mode tangents as zero."""
+        """The operator under torch.func and forward-mode AD, which would otherwise reject it or take tangents for 0."""
 
         @staticmethod
         def forward(*flat: Any) -> Any:
@@ -230,7 +230,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 @constant_to_compiler
 def is_exporting() -> bool:
-    """True during torch.export or tracing, whose target runtime has SDPA but no operators of vit-fast."""
+    """True during torch.export or torch.jit.trace: where the result runs, vit-fast's operators do not exist."""
     # torch.compile in torch 2.11 replaces torch.compiler.is_exporting() by True
     return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 
