@@ -34,7 +34,7 @@ def model() -> nn.Module:
         ({"calibration": ["x"]}, ValueError, "calibration needs precision='int8'"),
         ({"precision": "fp8", "calibration": []}, ImageError, "must contain at least one image file"),
         ({"images": ["absent.jpg"]}, ImageError, r"absent\.jpg: no such file"),
-        ({"class_names": ["one"]}, ValueError, "class_names must have 10 names.*got 1"),
+        ({"class_names": ["one"]}, ValueError, "class_names must have one name per class, 10 in total, got 1"),
         (
             {"precision": "int8-dynamic", "target": "tensorrt", "preprocess": True, "dynamic_size": True},
             UnsupportedInputError,

@@ -199,7 +199,7 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
     # with more columns, or with more keys (including padding), the row kernel spills
     most_columns, most_keys = 80 if tma else 64, 208 if generation == "ampere" else MAX_ROW_KEYS
     keys = sum(cover(problem.n_kv, 128, 3))
-    # above 49 of 100 KB of shared memory, one program of the row kernel fits; three of the looped kernel fit and overlap
+    # above 49 of 100 KB shared memory, one program of the row kernel fits; three of the looped kernel fit, overlapping
     # each other's loads, exponentials and matmuls
     alone = problem.arch in ("sm_86", "sm_89", "sm_120") and width * (4 * keys + 128) > 49 * 1024
     if generation == "ampere" and (problem.n_q <= 64 or alone) and 128 < keys <= most_keys and width <= most_columns:

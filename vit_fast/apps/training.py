@@ -1,7 +1,7 @@
 """Trains a VisionTransformer, and writes checkpoint, log and weights after every epoch.
 
-On a CPU, a resumed run gives bitwise identical results. Random numbers depend only on seed, epoch, image and rank, so a run can
-be repeated, resumed, and compared step by step between backends.
+On a CPU, a resumed run gives bitwise identical results. Random numbers depend only on seed, epoch, image and rank, so a
+run can be repeated, resumed, and compared step by step between backends.
 """
 
 from __future__ import annotations
