@@ -157,9 +157,9 @@ def test_an_empty_batch() -> None:
 
 
 def test_unsupported_calls_are_refused() -> None:
-    case = make_block(torch.float32)
-    rope: Any = make_block(torch.float32, leading=(), prefix=0).options["rope"]
-    mask, packed = (make_block(torch.float32, keys=keys).options["keys"] for keys in ("mask", "packed"))
+    case = make_block(torch.bfloat16)
+    rope: Any = make_block(torch.bfloat16, leading=(), prefix=0).options["rope"]
+    mask, packed = (make_block(torch.bfloat16, keys=keys).options["keys"] for keys in ("mask", "packed"))
     shorter = case.x[:, 1:]
     for given, options, message in (
         (case.but(qkv_weight=case.t.qkv_weight.double()), {}, r"weight must be .*, got torch\.float64"),
@@ -173,6 +173,6 @@ def test_unsupported_calls_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             given.fused(**options)
-    other = _folded(case.to(torch.bfloat16)).but(x=case.x)
+    other = _folded(case).but(x=case.x.float())
     with torch.no_grad(), pytest.raises(UnsupportedInputError, match=r"got torch\.bfloat16"):
         other.fused()
