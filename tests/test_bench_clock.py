@@ -74,6 +74,7 @@ def measure(noisy: bool, **others_ms: float) -> list[dict[str, list[float]]]:
     def measure_on(machine: NoisyClock) -> dict[str, list[float]]:
         calls = {name: (lambda _, ms=ms: machine.spend(ms / 1e3)) for name, ms in times_ms.items()}
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(clock, "SETTLE_MS", 40.0)  # as outside of tests, where it separates samples
             patch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(machine.now_s * 1e9))
             return time_interleaved(calls, CPU, Protocol(repeats=50, seconds=1e9, warmup_repeats=1))
 
@@ -90,12 +91,11 @@ def verdicts(machines: list[dict[str, list[float]]], base: str, other: str) -> l
     return found
 
 
-def test_noisy_machines_rank_large_differences_and_rarely_identical_code() -> None:
+def test_noisy_machines_rank_large_differences_but_not_identical_code() -> None:
     noisy = measure(True, longer=13.0)
     intervals = [clock.ratio_interval(samples["first"], samples["again"], paired=False) for samples in noisy]
     assert max(high for _, high in intervals) > 1.1, "medians of identical code differ"
-    identical = verdicts(noisy, "a", "b")
-    assert identical.count("faster") + identical.count("slower") <= 2, "the interval holds on 99 % of the machines"
+    assert not {"faster", "slower"} & {*verdicts(noisy, "a", "b")}, "identical code"
     assert verdicts(noisy, "longer", "a").count("faster") >= 19
 
 
