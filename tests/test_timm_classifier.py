@@ -1,22 +1,21 @@
-"""Tests that a fused timm classifier computes only the token that its head reads, unless something needs the others."""
+"""Tests that a frozen timm classifier computes only the token that its head reads, unless something needs the others."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import timm
 import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor
 
 import vit_fast
 from vit_fast.blocks.packed import pack_reasons
+from vit_fast.libraries.timm import timm_towers
 
 pytestmark = pytest.mark.skipif(bool(pack_reasons(torch.float32)), reason="; ".join(pack_reasons(torch.float32)))
 
 IMAGES = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-OTHER = {"reg_tokens": 3, "init_values": 0.5, "qkv_bias": False}
+OTHER = {"reg_tokens": 3, "init_values": 0.5, "qkv_bias": False, "qk_norm": True}
 
 
 def build(**changes: Any) -> tuple[Any, Any]:
@@ -29,55 +28,32 @@ def build(**changes: Any) -> tuple[Any, Any]:
     return model, fused
 
 
-def count_flops(function: Callable[..., Any], flops: list[int]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        with FlopCounterMode(display=False) as counter:
-            output = function(*args)
-        flops.append(counter.get_total_flops())
-        return output
-
-    return run
-
-
 def assert_same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, OTHER | {"qk_norm": True}, {"global_pool": "avg"}, {"global_pool": ""}], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, OTHER, {"global_pool": "avg"}, {"global_pool": ""}], ids=str)
 @torch.no_grad()
-def test_outputs_match_timm(settings: dict[str, Any]) -> None:
+def test_outputs_match_timm(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     plain, model = build(**settings)
-    flops: list[int] = []
-    compiled = torch.compile(model, fullgraph=True, backend=lambda graph, _: count_flops(graph, flops))
-    expected = count_flops(plain, flops)(IMAGES)
-    assert_same(model(IMAGES), expected)
-    assert_same(compiled(IMAGES), expected)
-    assert (flops[1] < 0.75 * flops[0]) == ("global_pool" not in settings), "the last of two blocks computes one token"
+    expected = plain(IMAGES)
+    assert torch.equal(model(IMAGES), expected)
     assert vit_fast.freeze(model)
+    computed: list[Tensor] = []
+    run = timm_towers.run_packed_blocks
+    monkeypatch.setattr(
+        timm_towers, "run_packed_blocks", lambda *args, **options: computed.append(run(*args, **options)) or computed[-1]
+    )
     assert_same(model(IMAGES), expected)
+    assert [tokens.shape for tokens in computed] == ([] if "global_pool" in settings else [(2, 1, 64)])
     assert_same(model.forward_features(IMAGES), plain.forward_features(IMAGES))
 
 
-@pytest.mark.parametrize("settings", [{}, OTHER], ids=["plain", "other"])
-@torch.no_grad()
-def test_unfrozen_blocks_change_no_bit(settings: dict[str, Any]) -> None:
-    plain, model = build(**settings)
-    assert torch.equal(model(IMAGES), plain(IMAGES))
-    for name, value in (("0.mlp.act", nn.Tanh()), ("1.drop_path1", nn.Dropout(0.0))):
-        for each in (model, plain):
-            each.blocks.set_submodule(name, value)
-        assert torch.equal(model(IMAGES), plain(IMAGES))
-
-
-@pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("path", ["blocks", "blocks.1", "norm", "blocks.1.mlp.fc2", "forward_head"])
 @torch.no_grad()
-def test_hooks_and_replaced_methods_get_all_tokens(path: str, frozen: bool) -> None:
+def test_hooks_and_replaced_methods_get_all_tokens(path: str) -> None:
     _, model = build()
-    if frozen:
-        vit_fast.freeze(model)
+    vit_fast.freeze(model)
     seen: list[Tensor] = []
     expected, head = model(IMAGES), model.forward_head
     if path == "forward_head":
@@ -88,12 +64,8 @@ def test_hooks_and_replaced_methods_get_all_tokens(path: str, frozen: bool) -> N
     assert [tokens.shape[:2] for tokens in seen] == [(2, 17)]
 
 
-def test_gradients_subclasses_and_unfuse() -> None:
+def test_subclasses_stay_unchanged_and_unfuse_restores_the_class() -> None:
     plain, model = build()
-    for each in (model, plain):
-        each(IMAGES).sum().backward()
-    for (name, own), other in zip(model.named_parameters(), plain.parameters()):
-        torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-4, msg=name)
     vit_fast.unfuse(model)
     assert type(model) is type(plain)
     other = timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=2, num_classes=5).eval()

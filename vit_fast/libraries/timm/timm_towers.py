@@ -6,23 +6,22 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...blocks.block import run_blocks, run_packed_blocks
+from ...blocks.block import run_packed_blocks
 from ...blocks.fused import Forms, FusedContainer, FusedModule
 from ...blocks.plain import is_touched
 from ...ops.descriptions import Keys
 from ...ops.registration import is_exporting
 from ..interface.image_model import comes_from
 from ..interface.packed_tower import Call, PaddedTower, read_grids
-from .timm_blocks import AttentionLayer, AttentionMixin, AttentionPoolLatentMixin, BlockMixin
+from .timm_blocks import AttentionLayer, AttentionPoolLatentMixin
 
 _METHODS = ("forward_features", "forward_head", "pool")  # which a user may have replaced
 
 
 class VisionTransformerMixin(FusedContainer):
-    """timm's VisionTransformer. Frozen for the CPU or compiled, its last block may compute only the first token."""
+    """timm's VisionTransformer. Frozen for the CPU, its last block may compute only the first token."""
 
     @classmethod
     def fits(cls, module: Any, blocks: Collection[nn.Module]) -> bool:
@@ -34,47 +33,20 @@ class VisionTransformerMixin(FusedContainer):
             output: Tensor = timms.forward(x, *masks, **options)
         else:
             tokens = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))
-            output = self.forward_head(self.norm(_run_for_one_token(self.blocks, tokens)))
+            first = run_packed_blocks(self.blocks, tokens, outputs=1)
+            output = self.forward_head(self.norm(self.blocks(tokens) if first is None else first))
         return output
 
     def _reads_one_token(self) -> bool:
         tower: Any = self
-        if torch.is_grad_enabled() or tower.training or tower.global_pool != "token" or tower.attn_pool is not None:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or tower.training:
             return False
-        blocks, cls = tower.blocks, type(tower)
-        if not isinstance(blocks, nn.Sequential) or not len(blocks) or is_exporting():
+        if tower.global_pool != "token" or tower.attn_pool is not None or not isinstance(tower.blocks, nn.Sequential):
             return False
+        cls = type(tower)
         if any(name in vars(self) or getattr(cls, name).__module__ != cls.original.__module__ for name in _METHODS):
             return False
-        return not any(part._forward_hooks or is_touched(part) for part in (blocks, tower.norm))
-
-
-def _run_for_one_token(blocks: Any, x: Tensor) -> Tensor:
-    """Runs blocks on [B, N, C]; returns the first token [B, 1, C], or all if the last block needs its own forward."""
-    *others, last = blocks
-    if not torch.compiler.is_compiling():
-        output = run_packed_blocks(blocks, x, outputs=1)
-        return blocks(x) if output is None else output
-    supported = isinstance(last, BlockMixin) and isinstance(last.attn, AttentionMixin)
-    supported = supported and last.vit_fast_backend == "sdpa" and not last.training
-    if not supported or last._forward_hooks or is_touched(last):
-        return blocks(x)
-    parts = last.ready()
-    if parts is None or parts.attention is None or parts.fp8 is not None:
-        return blocks(x)
-    x, attn = run_blocks(others, x), last.attn
-    # the first token attends to all tokens
-    normed = last.norm1(x)
-    weight, bias, width = attn.qkv.weight, attn.qkv.bias, attn.qkv.weight.shape[0] // 3
-    biases = (None, None) if bias is None else (bias[:width], bias[width:])
-    q = F.linear(normed[:, :1], weight[:width], biases[0]).unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)
-    kv = F.linear(normed, weight[width:], biases[1]).unflatten(-1, (2, attn.num_heads, -1))
-    k, v = kv.transpose(1, 3).unbind(2)
-    q, k = attn.q_norm(q), attn.k_norm(k)
-    mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-    x = x[:, :1] + last.drop_path1(last.ls1(attn.project_out(mixed, normed[:, :1])))
-    out: Tensor = x + last.drop_path2(last.ls2(last.mlp(last.norm2(x))))
-    return out
+        return not any(part._forward_hooks or is_touched(part) for part in (tower.blocks, tower.norm))
 
 
 class NaFlexVitMixin(FusedModule):
