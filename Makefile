@@ -87,7 +87,7 @@ bench-suite: $(READY)
 	$(BIN)/python -m pytest benchmarks/suite.py -o addopts=--import-mode=importlib $(ARGS)
 
 classes: $(READY)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/test_fused_classes.py > docs/classes.md
+	OMP_NUM_THREADS=1 $(BIN)/python docs/make_classes.py > docs/classes.md
 
 wheel: $(READY)
 	$(BIN)/python -m build --wheel --sdist --no-isolation

@@ -1,0 +1,161 @@
+"""Prints classes.md, a table of the Vision Transformers of timm and transformers. `make classes` runs this file.
+
+The models are built on the meta device, where weights take no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import vit_fast
+from vit_fast.libraries.known import packed_tower
+
+LIBRARIES = ("timm", "transformers")
+HEADER = """# Supported classes
+
+Look up what `vit_fast.fuse` does with each Vision Transformer class of timm and transformers. Tested with
+{versions}. The last column contains:
+
+- **fused**: `fuse` replaces all attention and all norm + MLP modules.
+- **partly**: `fuse` replaces some of these modules. The reasons for the others follow.
+- **skipped**: `fuse` replaces none of these modules. The reasons follow.
+- **not checked**: The class needs a package that was not installed.
+- **token budgets**: `GraphRunner(tower, budgets=...)` captures the class for [images of any size](howto/towers.md).
+- **token budgets, one size**: `GraphRunner(tower, budgets=...)` captures the class for images of one size.
+
+`GraphRunner(model, example)` captures all other fused classes, except those that read masks or image sizes on the host.
+
+Each timm class is tested with the named model, each transformers class with its default configuration. Of transformers,
+only vision towers are tested, not models with a task head. `make classes` writes this page.
+"""
+CONVOLUTIONAL = {"byobnet", "byoanet", "resnest", "sknet", "cpubone", "lowformer", "mobilenetv5"}  # modules of timm
+# classes of transformers: parts of models, heads, and models that contain a tower; TOWERS are towers in spite of this
+NO_TOWER = re.compile(
+    r"For[A-Z]|PreTrained(Model)?$|Backbone$|Text|Decoder|Encoder(Model)?$|Processor|WithProjection|Stack$"
+)
+TOWERS = {"DPTModel", "LwDetrViTBackbone", "RfDetrDinov2Backbone", "VitPoseBackbone"}
+UNKNOWN = " is not a supported class"
+
+
+def row(where: str, name: str, tested: str, found: str) -> str:
+    return f"| {where} | {name} | {tested} | {found} |"
+
+
+def outcome(model: nn.Module) -> str | None:
+    """Returns the result of `fuse` for a model; None if it contains no attention."""
+    report = vit_fast.fuse(model, backend="sdpa")
+    if not any("attention" in module.part or "Block" in module.class_name for module in report.modules):
+        return None
+    reasons = dict.fromkeys(reason for module in report.skipped for reason in module.reasons)
+    unknown = [reason.removesuffix(UNKNOWN) for reason in reasons if reason.endswith(UNKNOWN)]
+    texts = [reason for reason in reasons if not reason.endswith(UNKNOWN)]
+    texts += [f"unknown classes: {', '.join(unknown)}"] if unknown else []
+    if texts:
+        return f"{'partly' if report.fused else 'skipped'}: {'; '.join(texts)}"
+    tower = packed_tower(model)
+    return "fused" if tower is None else f"fused; token budgets{'' if tower.needs_fused else ', one size'}"
+
+
+def timm_outcome(name: str) -> tuple[str, str | None]:
+    """Returns the class of one of timm's models, and the result of `fuse`."""
+    import timm
+
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    return type(model).__name__, outcome(model)
+
+
+def timm_rows() -> Iterator[str]:
+    import timm
+
+    groups: dict[tuple[str, str], list[str]] = {}  # names of models by module and class
+    for name in timm.list_models():
+        entry = timm.model_entrypoint(name)
+        where = entry.__module__.removeprefix("timm.models.")
+        made = getattr(inspect.signature(entry).return_annotation, "__name__", "")
+        if where not in CONVOLUTIONAL:
+            groups.setdefault((where, made), []).append(name)
+    for (where, _), names in sorted(groups.items()):
+        tested: dict[tuple[str, str], list[str]] = {}
+        for name in names:
+            cls, found = timm_outcome(name)
+            if found is not None:
+                tested.setdefault((cls, found), []).append(name)
+            if all(text.startswith("skipped:") for _, text in tested):
+                break  # the others of this class are skipped for the same reason
+        for (cls, found), alike in tested.items():
+            more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+            yield row(where, cls, alike[0] + more, found)
+
+
+def transformers_outcome(cls: Any) -> str | None:
+    """Returns the result of `fuse` for a model of a class, with two layers if their number can be set."""
+    config = cls.config_class()
+    for name in ("num_hidden_layers", "depth"):
+        if isinstance(getattr(config, name, None), int):
+            with contextlib.suppress(NotImplementedError):  # a name that stands for a list of depths
+                setattr(config, name, 2)
+    with torch.device("meta"):
+        return outcome(cls(config))
+
+
+def transformers_rows() -> Iterator[str]:
+    """Yields the rows of all transformers models that take nothing but images."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    for file in sorted(Path(transformers.models.__path__[0]).glob("*/modeling_*.py")):
+        if "pixel_values" not in file.read_text():
+            continue
+        folder = file.parent.name
+        module = importlib.import_module(f"transformers.models.{folder}.{file.stem}")
+        for name, cls in vars(module).items():
+            own = isinstance(cls, type) and cls.__module__ == module.__name__
+            if not own or not issubclass(cls, transformers.PreTrainedModel):
+                continue
+            if name not in TOWERS and (NO_TOWER.search(name) or not _is_tower(cls)):
+                continue
+            try:
+                found = transformers_outcome(cls)
+            except ImportError as error:  # of a library that it needs
+                missing = re.search(r"requires the (\w+)|named '(\w+)'", str(error))
+                found = f"not checked: needs {next(filter(None, missing.groups())) if missing else 'more libraries'}"
+            if found is not None:
+                yield row(folder, name, "default", found)
+
+
+def _is_tower(cls: Any) -> bool:
+    config = getattr(cls, "config_class", None)
+    if config is None or getattr(config, "sub_configs", None):
+        return False
+    return re.search("pixel_values|patches|grid_thw", str(inspect.signature(cls.forward))) is not None
+
+
+def versions() -> str:
+    return ", ".join(f"{name} {importlib.import_module(name).__version__}" for name in LIBRARIES)
+
+
+def table() -> str:
+    lines = [HEADER.format(versions=versions())]
+    for library, rows in (("timm", timm_rows), ("transformers", transformers_rows)):
+        found = list(rows())
+        fused = sum("| fused" in line for line in found)
+        header = ["| module | class | tested with | outcome |", "|---|---|---|---|"]
+        lines += [f"\n## {library}: {fused} of {len(found)} fused\n", *header, *found]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    sys.stdout.write(table())
