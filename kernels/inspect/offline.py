@@ -11,21 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import torch
 import triton
 from torch.torch_version import TorchVersion
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from .. import device, plan
 from ..device import Gpu
 from ..launch import Launch, is_interpreted
-
-_TYPE_NAMES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32",
-    torch.int64: "i64", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.bool: "i1", torch.uint8: "u8",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,49 +99,22 @@ def compile_launch(launch: Launch, arch: str) -> Any:
         raise RuntimeError(
             "kernels cannot be compiled: triton was imported with TRITON_INTERPRET=1; unset it and restart the process"
         )
-    source = ASTSource(launch.kernel, *_specialize(launch))
-    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    return triton.compile(source, target=target, options=launch.options())
+    target = _target(arch)
+    return triton.compile(ASTSource(launch.kernel, *_specialize(launch, target)), target, launch.options())
 
 
 def specialization(launch: Launch) -> str:
     """Returns the inputs of the compiler as text; launches with equal text share one binary."""
-    return repr((launch.kernel.__name__, _specialize(launch), launch.options()))
+    return repr((launch.kernel.__name__, _specialize(launch, _target("sm_90")), launch.options()))
 
 
-def _specialize(launch: Launch) -> tuple[dict[str, Any], dict[Any, Any], dict[tuple[int, ...], Any]]:
-    """Returns types, constants and divisibility of the arguments, as triton derives them at a launch."""
-    constants: dict[Any, Any] = dict(launch.constants)
-    attributes: dict[tuple[int, ...], Any] = {}
-
-    def type_of(parameter: Any, value: Any, path: tuple[int, ...]) -> Any:
-        if isinstance(value, tuple):
-            return tuple(type_of(parameter, member, (*path, index)) for index, member in enumerate(value))
-        if value is None or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
-            constants[path] = value
-            return "constexpr"
-        name, divisible = _type_of(value)
-        if divisible and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
-            attributes[path] = [["tt.divisibility", 16]]
-        return name
-
-    signature = {}
-    for index, parameter in enumerate(launch.kernel.params):
-        constant = parameter.name in launch.constants
-        signature[parameter.name] = (
-            "constexpr" if constant else type_of(parameter, launch.args[parameter.name], (index,))
-        )
-    return signature, constants, attributes
+def _target(arch: str) -> GPUTarget:
+    return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
 
 
-def _type_of(value: Any) -> tuple[str, bool]:
-    """Returns triton's type of an argument, and True if the value or address is divisible by 16."""
-    if isinstance(value, TensorDescriptor):
-        block = ",".join(str(size) for size in value.block_shape)
-        return f"tensordesc<{_TYPE_NAMES[value.base.dtype]}[{block}]>", False
-    if isinstance(value, torch.Tensor):
-        # assume that storages are aligned: a meta tensor has no address
-        return f"*{_TYPE_NAMES[value.dtype]}", value.storage_offset() * value.element_size() % 16 == 0
-    if isinstance(value, int) and not isinstance(value, bool):
-        return ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
-    return {bool: "i1", float: "fp32"}[type(value)], False
+def _specialize(launch: Launch, target: GPUTarget) -> tuple[Any, Any, Any]:
+    """Returns types, constants and divisibility of the arguments, as `JITFunction.run` of triton derives them."""
+    kernel, options = launch.kernel, launch.options()
+    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
+    arguments, specialized, _ = bind(**launch.args, **launch.constants, **options)
+    return kernel._pack_args(make_backend(target), options, arguments, specialized, None)[1:]
