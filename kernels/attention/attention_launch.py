@@ -30,14 +30,10 @@ def access_of(*tensors: torch.Tensor) -> str:
     if all(map(tma_allows, tensors)):
         return "tma"
     aligned = all(
-        _is_aligned(tensor) and _common_alignment(tensor) * max(2, tensor.element_size()) >= _ALIGNMENT
+        tensor.data_ptr() % _ALIGNMENT == 0 and _common_alignment(tensor) * max(2, tensor.element_size()) >= _ALIGNMENT
         for tensor in tensors
     )
     return "vector" if aligned else "scalar"
-
-
-def _is_aligned(tensor: torch.Tensor) -> bool:
-    return (tensor.storage_offset() * tensor.element_size() | tensor.data_ptr()) % _ALIGNMENT == 0
 
 
 def tma_allows(tensor: torch.Tensor) -> bool:
@@ -47,7 +43,7 @@ def tma_allows(tensor: torch.Tensor) -> bool:
         # the stride of a dimension of length 1 does not matter: _tile_arguments replaces it by a legal stride
         if length > 1 and (stride <= 0 or stride * size % _ALIGNMENT or stride * size >= _TMA_MAX_STRIDE):
             return False
-    return _is_aligned(tensor) and all(0 < length < 2**31 for length in tensor.shape)
+    return tensor.data_ptr() % _ALIGNMENT == 0 and all(0 < length < 2**31 for length in tensor.shape)
 
 
 def _tile_arguments(name: str, tensor: torch.Tensor, rows: int, tma: bool) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class Operands:
 
 def fits_tma(tensors: Iterable[Tensor]) -> bool:
     """True if all tensors can have TMA descriptors: none is empty, rows and addresses are aligned to 16 bytes."""
-    return all(t.numel() > 0 and t.shape[-1] * t.element_size() % 16 == 0 and _address(t) % 16 == 0 for t in tensors)
+    return all(t.numel() > 0 and t.shape[-1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
 
 
 def tiled(tensor: Tensor | None, rows: int, cols: int, tma: bool) -> Any:
@@ -147,11 +147,6 @@ def tiled(tensor: Tensor | None, rows: int, cols: int, tma: bool) -> Any:
     if tensor is None or not tma:
         return tensor
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols])
-
-
-def _address(tensor: Tensor) -> int:
-    # a meta tensor has no address: assume that its storage is aligned
-    return int(tensor.storage_offset()) * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
 
 
 def matmul_launch(

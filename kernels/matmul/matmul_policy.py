@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from ..launch import ceil_div, is_interpreted
 from ..row_parts import PIECE
 from .matmul_launch import MatmulConfig, Operands, fits_tma
 
-_HEAVY = ("activation_grad", "weight_matmuls")  # epilogues that need many registers
 _MAX_SPLITS = 16  # parts of the sum over M of a weight gradient
 _MAX_RESIDUAL_SPLITS = 8  # parts of K of a "residual" matmul
 _MIN_STEPS = 4  # minimum iterations of the main loop per part
@@ -211,96 +210,62 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
 
     From sm_90 on, small tiles with several programs per multiprocessor have `dependent=True` (`ptx.py`).
     """
-    table = _table(arch, kind, epilogue, tma)
+    if epilogue == "qk_norm":
+        table = _qk_norm_table(arch, kind, tma)
+    elif tma and reads_descriptors(arch):
+        tables = _TMA_TABLES[generation(arch), kind]
+        table = tables.get(epilogue, tables["other"])
+    else:
+        table = _pointer_table(arch, kind, epilogue)
+    if epilogue == "weight_matmuls":  # it splits the sum over M to fill the multiprocessors, and needs no small tiles
+        table = table[:1]
     # on blackwell, larger tiles would spill, because `dependent` adds a pointer to the weights
     most = 64 * 64 if generation(arch) == "blackwell" else 128 * 128
     early = (c.ctas_per_sm > 1 and c.block_m * c.block_n <= most and starts_early(arch) for c in table)
     return tuple(replace(c, dependent=dependent) for c, dependent in zip(table, early))
 
 
-def _table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
-    if epilogue == "qk_norm":
-        return _qk_norm_table(arch, kind, tma)
-    table: tuple[MatmulConfig, ...]
-    special: dict[str, tuple[MatmulConfig, ...]]
-    if epilogue == "gated_grad":
-        table = _gated_grad_table(arch, kind, tma and reads_descriptors(arch))
-    elif kind == "fp8":
-        table = _fp8_table(arch, tma and reads_descriptors(arch))
-    elif not (tma and reads_descriptors(arch)):
-        table = _pointer_table(arch, kind, epilogue)
-    elif kind == "tf32":
-        table = _TF32_HOPPER
-        if blackwell:
-            special = {"activation_grad": _TF32_BLACKWELL_HALVES, "weight_matmuls": _TF32_BLACKWELL_PRODUCTS}
-            table = special.get(epilogue, _TF32_BLACKWELL)
-    elif hopper:
-        special = {"layer_norm": _HALF_HOPPER_LAYER_NORM, "gated": _HALF_HOPPER_GATED}
-        table = special.get(epilogue, _HALF_HOPPER)
-    else:
-        special = dict.fromkeys(("residual", "partial"), _HALF_BLACKWELL_RESIDUAL)
-        special["layer_norm"] = _HALF_BLACKWELL_LAYER_NORM
-        table = special.get(epilogue, _HALF_BLACKWELL_HEAVY if epilogue in _HEAVY else _HALF_BLACKWELL)
-    if epilogue == "partial" and blackwell and table[0].tma:  # 256 columns spill; 64 spill without maxnreg
-        fitting = (config for config in table if config.block_n < 256)
-        return tuple(replace(config, maxnreg=128) if config.block_n == 64 else config for config in fitting)
-    # weight gradients split the sum over M to fill the multiprocessors, and need no small tiles
-    return table[:1] if epilogue == "weight_matmuls" else table
-
-
-_HALF_HOPPER = (
-    MatmulConfig(128, 256, 64, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=True),
-    MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=4, tma=True, flatten=True),
-    MatmulConfig(64, 128, 64, sub_tiles=2, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
-    MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
-)
-# Without maxnreg, ptxas uses up to 246 registers. The limits below cause no spills.
-_HALF_HOPPER_LAYER_NORM = (replace(_HALF_HOPPER[0], maxnreg=184), *_HALF_HOPPER[1:])
-_HALF_HOPPER_GATED = (replace(_HALF_HOPPER[0], maxnreg=232), *_HALF_HOPPER[1:])
-_HALF_BLACKWELL = (
-    MatmulConfig(128, 256, 64, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=True),
-    MatmulConfig(128, 128, 64, sub_tiles=4, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),
-    MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
-)
-# With LayerNorm statistics as input or output, other tiles or values of maxnreg spill.
-_HALF_BLACKWELL_LAYER_NORM = (_HALF_BLACKWELL[0], replace(_HALF_BLACKWELL[1], maxnreg=192), _HALF_BLACKWELL[2])
-_HALF_BLACKWELL_RESIDUAL = (
-    replace(_HALF_BLACKWELL[0], maxnreg=248),
-    MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=3, tma=True),
-    _HALF_BLACKWELL[2],
-)
-_HALF_BLACKWELL_HEAVY = (
-    MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=3, tma=True),
-    MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
-)
-_TF32_HOPPER = (
-    MatmulConfig(128, 128, 32, sub_tiles=2, num_warps=8, num_stages=3, tma=True),
-    MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),
-)
-_TF32_BLACKWELL = (MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),)
-_TF32_BLACKWELL_HALVES = (replace(_TF32_BLACKWELL[0], sub_tiles=2),)
-# With several matmuls in one launch, ptxas uses only 72 registers without maxnreg, and spills.
-_TF32_BLACKWELL_PRODUCTS = (replace(_TF32_BLACKWELL[0], maxnreg=128),)
-
-
-def _fp8_table(arch: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Returns configurations for e4m3. With TMA, block_k has as many bytes as in half precision."""
-    if tma:
-        return _FP8
-    limit = 144 if arch == "sm_120" else None  # without maxnreg, ptxas uses 96 registers and spills
-    return (
-        MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=3),
-        MatmulConfig(64, 64, 64, sub_tiles=2, num_warps=4, num_stages=3, ctas_per_sm=2, maxnreg=limit),
-    )
-
-
-_FP8 = (
-    MatmulConfig(128, 256, 128, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=True),
-    MatmulConfig(128, 128, 128, sub_tiles=2, num_warps=8, num_stages=4, tma=True, flatten=True),
-    MatmulConfig(64, 128, 128, sub_tiles=2, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
-    MatmulConfig(64, 64, 128, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
-)
+_tma = partial(MatmulConfig, tma=True)
+_WIDE = _tma(128, 256, 64, sub_tiles=4, num_warps=8, flatten=True)
+_SQUARE = _tma(128, 128, 64, sub_tiles=2, num_warps=8)
+_TWO_SQUARES = _tma(128, 128, 64, sub_tiles=4, ctas_per_sm=2)
+_SMALL = _tma(64, 64, 64, num_stages=4, ctas_per_sm=2)
+_FLAT_SQUARE = replace(_SQUARE, num_stages=4, flatten=True)
+_HOPPER = (_FLAT_SQUARE, _tma(64, 128, 64, sub_tiles=2, num_stages=4, ctas_per_sm=2), _SMALL)
+_FP8 = tuple(replace(config, block_k=128) for config in (_WIDE, *_HOPPER))  # as many bytes as in half precision
+_SMALL_TF32 = _tma(64, 64, 32, ctas_per_sm=2)
+# z and dz of "gated_grad" are twice as wide as acc
+_GATED_SMALL, _GATED_TF32 = _tma(64, 64, 64, sub_tiles=2, ctas_per_sm=2), replace(_SMALL_TF32, sub_tiles=2)
+# Configurations with TMA, by generation and number format, then by epilogue.
+_TMA_TABLES: dict[tuple[str, str], dict[str, tuple[MatmulConfig, ...]]] = {
+    ("hopper", "half"): {
+        "other": (_WIDE, *_HOPPER),
+        # without maxnreg, ptxas uses up to 247 registers; these limits cause no spills
+        "layer_norm": (replace(_WIDE, maxnreg=184), *_HOPPER),
+        "gated": (replace(_WIDE, maxnreg=232), *_HOPPER),
+        "gated_grad": (replace(_FLAT_SQUARE, sub_tiles=4, num_stages=3, maxnreg=232), _GATED_SMALL),
+    },
+    ("blackwell", "half"): {
+        "other": (_WIDE, _TWO_SQUARES, _SMALL),
+        # with LayerNorm statistics as input or output, other tiles or values of maxnreg spill
+        "layer_norm": (_WIDE, replace(_TWO_SQUARES, maxnreg=192), _SMALL),
+        "residual": (replace(_WIDE, maxnreg=248), _SQUARE, _SMALL),
+        "partial": (_SQUARE, replace(_SMALL, maxnreg=128)),  # 256 columns spill; 64 spill without maxnreg
+        "activation_grad": (_SQUARE, _SMALL),
+        "gated_grad": (_tma(128, 64, 64, sub_tiles=2, num_warps=8), _GATED_SMALL),  # 128 columns spill
+        "weight_matmuls": (_SQUARE,),
+    },
+    ("hopper", "tf32"): {"other": (replace(_SQUARE, block_k=32), _SMALL_TF32), "gated_grad": (_GATED_TF32,)},
+    ("blackwell", "tf32"): {
+        "other": (_SMALL_TF32,),
+        "partial": (replace(_SMALL_TF32, maxnreg=128),),
+        **dict.fromkeys(("activation_grad", "gated_grad"), (_GATED_TF32,)),
+        # with several matmuls in one launch, ptxas uses only 72 registers without maxnreg, and spills
+        "weight_matmuls": (replace(_SMALL_TF32, maxnreg=128),),
+    },
+    ("hopper", "fp8"): {"other": _FP8},
+    ("blackwell", "fp8"): {"other": _FP8, "partial": (*_FP8[1:3], replace(_FP8[3], maxnreg=128))},
+}
 
 
 def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
@@ -318,27 +283,17 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
     return tuple(sorted((*of_64, *eight), key=lambda config: -config.block_m * config.block_n))
 
 
-def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Returns configurations with narrower tiles than elsewhere, because z and dz are twice as wide as acc."""
-    depth = 64 if kind == "half" else 32
-    if not tma:
-        wide = MatmulConfig(128, 64, 32, sub_tiles=2, num_warps=8, num_stages=3)
-        small = MatmulConfig(64, 64, 32, sub_tiles=2, num_warps=8, num_stages=3, ctas_per_sm=2)
-    else:
-        # without maxnreg, ptxas uses 247 registers on hopper, more than needed; on blackwell, 128 columns spill
-        wide = MatmulConfig(
-            128, 128, depth, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=kind == "half", maxnreg=232
-        )
-        if generation(arch) == "blackwell":
-            wide = MatmulConfig(128, 64, depth, sub_tiles=2, num_warps=8, num_stages=3, tma=True)
-        small = MatmulConfig(64, 64, depth, sub_tiles=2, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2)
-    return (wide, small) if kind == "half" else (small,)
-
-
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
     """Returns configurations without TMA. Unless a comment gives another reason, values are chosen to avoid spills."""
     half, hopper, blackwell = kind == "half", generation(arch) == "hopper", generation(arch) == "blackwell"
     grad = epilogue == "activation_grad"
+    if epilogue == "gated_grad":
+        small = MatmulConfig(64, 64, 32, sub_tiles=2, num_warps=8, ctas_per_sm=2)
+        return (MatmulConfig(128, 64, 32, sub_tiles=2, num_warps=8), small) if half else (small,)
+    if kind == "fp8":
+        limit = 144 if arch == "sm_120" else None  # without maxnreg, ptxas uses 96 registers and spills
+        small = MatmulConfig(64, 64, 64, sub_tiles=2, ctas_per_sm=2, maxnreg=limit)
+        return MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8), small
     if blackwell and not half:
         stages = 2 if epilogue == "layer_norm" else 3
         return (MatmulConfig(64, 64, 32, num_warps=8, num_stages=stages, ctas_per_sm=2),)
@@ -350,8 +305,4 @@ def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, .
     stages = 4 if half and arch == "sm_80" else 3
     width, depth = 128 if half or hopper else 64, 64 if half and hopper else 32
     wide = MatmulConfig(128, width, depth, sub_tiles=4 if quarters else 2, num_warps=8, num_stages=stages)
-    small = MatmulConfig(
-        64, 64, 64 if half else 32, sub_tiles=2 if halves else 1, num_warps=4, num_stages=3, ctas_per_sm=2,
-        maxnreg=limit,
-    )  # fmt: skip
-    return wide, small
+    return wide, MatmulConfig(64, 64, 64 if half else 32, sub_tiles=2 if halves else 1, ctas_per_sm=2, maxnreg=limit)
