@@ -16,22 +16,12 @@ class Gpu:
 
 # An H200. Launch policies use this GPU for CPU and meta tensors, e.g. in the interpreter and the static checks.
 REFERENCE_GPU = Gpu("sm_90", 132)
-_stand_in: Gpu | None = None
-
-
-def set_stand_in(gpu: Gpu) -> None:
-    """Makes `gpu_of` return `gpu` for CPU tensors in this process; called by inspect/stand_in_driver.py."""
-    global _stand_in
-    _stand_in = gpu
-
-
-def has_stand_in() -> bool:
-    return _stand_in is not None
+stand_in: Gpu | None = None  # replaces REFERENCE_GPU if not None; set by inspect/stand_in_driver.py
 
 
 def gpu_of(device: torch.device) -> Gpu:
     if device.type != "cuda":
-        return _stand_in or REFERENCE_GPU
+        return stand_in or REFERENCE_GPU
     return _real_gpu(device.index if device.index is not None else torch.cuda.current_device())
 
 

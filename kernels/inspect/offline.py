@@ -86,7 +86,7 @@ def recorded(gpu: Gpu) -> Iterator[list[Launch]]:
     """Collects the launches of operators on CPU tensors, as on `gpu`. Kernels are neither compiled nor launched."""
     launches: list[Launch] = []
     with (
-        mock.patch.object(device, "_stand_in", gpu),
+        mock.patch.object(device, "stand_in", gpu),
         mock.patch.object(plan, "is_watched", lambda *kernels: True),  # run operators without launch plans
         mock.patch.object(Launch, "run", lambda launch: launches.append(launch)),
     ):

@@ -11,8 +11,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +19,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver, include_dirs
+from triton.runtime import build
 
-from ..device import Gpu, has_stand_in, set_stand_in
+from .. import device
+from ..device import Gpu
 from ..launch import is_interpreted
 from . import offline
 
@@ -68,7 +68,7 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
         raise RuntimeError("the stand-in driver requires a machine without a GPU: set CUDA_VISIBLE_DEVICES=''")
     if is_interpreted():
         raise RuntimeError("TRITON_INTERPRET must be unset, because the stand-in driver runs compiled kernels")
-    if has_stand_in():
+    if device.stand_in is not None:
         raise RuntimeError("the stand-in driver is already installed in this process")
     library = library or _build()
     # Triton links its launcher against libcuda.so.1 in this folder. When the launcher is loaded, the dynamic linker
@@ -84,27 +84,18 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
     driver.get_current_device, driver.get_current_stream = (lambda: 0), (lambda device: 0)
     driver.get_device_capability = lambda device=0: divmod(number, 10)
     triton.runtime.driver.set_active(driver)
-    set_stand_in(gpu)
+    device.stand_in = gpu
     return StandInDriver(loaded, gpu)
 
 
 def _build() -> Path:
     """Builds libcuda.so.1 in Triton's cache folder, unless it already exists."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise RuntimeError("no C compiler found, which Triton needs too: install gcc (Debian, Ubuntu: apt install gcc)")
-    command = [compiler, "-shared", "-fPIC", "-O1", "-std=c11", "-Wl,-soname,libcuda.so.1"]
-    key = hashlib.sha256(repr((command, triton.__version__)).encode() + _SOURCE.read_bytes()).hexdigest()[:32]
-    folder = Path(triton.knobs.cache.dir) / f"vit_fast_stand_in_{key}"
-    library = folder / "libcuda.so.1"
-    if library.exists():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / library.name
-        includes = [f"-I{path}" for path in include_dirs]
-        done = subprocess.run([*command, *includes, str(_SOURCE), "-o", str(made)], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{compiler} could not build the stand-in driver: {done.stderr.strip()[-500:]}")
-        made.replace(library)  # atomic, because another process may build too
+    key = hashlib.sha256(triton.__version__.encode() + _SOURCE.read_bytes()).hexdigest()[:32]
+    library = Path(triton.knobs.cache.dir) / f"vit_fast_stand_in_{key}" / "libcuda.so.1"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            flags = [f"-Wl,-soname,{library.name}"]
+            made = build._build("stand_in", str(_SOURCE), scratch, [], include_dirs, [], flags)
+            Path(made).replace(library)  # atomic, because another process may build too
     return library

@@ -115,9 +115,9 @@ def _static_reasons(device: torch.device) -> tuple[str, ...]:
             name = torch.cuda.get_device_name(device)
             return (f"the GPU must have compute capability {least} or higher, got {got} on {name}",)
     elif device.type == "cpu":
-        from ..kernels.device import has_stand_in
+        from ..kernels.device import stand_in
 
-        if not (interpreter_is_active() or has_stand_in()):
+        if not (interpreter_is_active() or stand_in):
             return ("tensors must be on a CUDA device (TRITON_INTERPRET=1 for tests), got the CPU",)
     else:
         return (f"tensors must be on a CUDA device, got {device.type}",)
