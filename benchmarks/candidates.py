@@ -40,7 +40,6 @@ DEFAULT_NAMES = {
     " timm+fused+compile transformers+fused optimized onnxruntime tensorrt torchao-int8+compile triton-fp8"
     " torchao-fp8+compile",
 }
-FP32_ALONE = ("onnxruntime", "onnxruntime-int8")  # without bf16 on a CPU
 # For other models than our variants, and for parts of models.
 NAMES = {
     "given": "given given+fused+frozen openvino onnxruntime given+compile:freezing given+fused+compile:freezing"
@@ -49,7 +48,6 @@ NAMES = {
     "block": "eager sdpa triton timm timm+fused",
     "attention": "eager sdpa sdpa-flash sdpa-cudnn sdpa-efficient triton flex flash-attn",
     "mlp": "eager triton cublaslt eager+compile",
-    "matmul": "eager triton",
 }
 
 
@@ -251,7 +249,7 @@ def _all() -> Iterator[Candidate]:
     inference = {"trainable": False}
     lossy = inference | {"tolerance": LOSSY_TOLERANCE}
     file = inference | {"compilable": False}
-    onnx: dict[str, Any] = file | {"engine": "onnxruntime", "packages": ORT, "peer": True, "build_s": 7.0}
+    onnx: dict[str, Any] = file | {"engine": "onnxruntime", "packages": ORT, "peer": True}
 
     def named(base: str, summary: str, builder: Builder, **fields: Any) -> Candidate:
         return Candidate(base=base, summary=summary, builder=builder, **fields)
@@ -293,7 +291,7 @@ def _all() -> Iterator[Candidate]:
         yield named(f"optimized-{precision}", f"{summary} in {precision}", _build_optimized, **fields)
 
     yield named("onnxruntime", "ONNX Runtime, exported by vit_fast.export", _build_file, **onnx)
-    calibrated = onnx | lossy | {"precision": "int8", "peer": False, "build_s": 9.0}
+    calibrated = onnx | lossy | {"precision": "int8", "peer": False}
     yield named("onnxruntime-int8", "onnxruntime, static int8 calibrated on an image", _build_file, **calibrated)
     yield named("tensorrt", "onnxruntime with the TensorRT provider", _build_file, **onnx | {"engine": "tensorrt"})
     openvino = onnx | {"engine": "openvino", "packages": (*ORT[:2], "openvino")}
@@ -301,7 +299,7 @@ def _all() -> Iterator[Candidate]:
 
     ao = lossy | {"packages": ("torchao",), "peer": True}
     summary = "sdpa with torchao's int8 weights and dynamic activation quantization"
-    yield named("torchao-int8", summary, _build_torchao, **ao, precision="int8", build_s=9.0)
+    yield named("torchao-int8", summary, _build_torchao, **ao, precision="int8")
     summary = "sdpa with torchao's float8 weights and dynamic activation quantization, per row"
     yield named("torchao-fp8", summary, _build_torchao, **ao, precision="fp8")
     for base, summary, packages in (

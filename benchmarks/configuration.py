@@ -1,4 +1,4 @@
-"""Run configuration of the benchmark: checked completely before anything is built, and fitted to a time budget."""
+"""Run configuration of the benchmark, checked completely before anything is built."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from vit_fast.errors import as_device
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol
 from vit_fast.version import memory_bytes
-from vit_fast.work import total
 
-from .candidates import FP32_ALONE, choose
+from .candidates import choose
 from .models import DTYPES, MAX_VIEWS, Group, Model, resolve
 
 # Defaults. On two CPU cores, the budget ends the run within three minutes.
@@ -37,16 +36,6 @@ LATENCY = Protocol(repeats=1000, seconds=5.0, least_repeats=100)  # enough calls
 BOTH_DTYPES = ("vit-fast", "given")  # kinds of models that a CPU with bf16 matmuls measures in fp32 and bf16
 # Batch sizes of --batch-sizes best.
 SEARCHED = {"cpu": tuple(2**i for i in range(7)), "cuda": tuple(2**i for i in range(12))}
-
-# Estimated seconds on two CPU cores to compile a model, for each batch size and dtype.
-COMPILING_S = {"none": 0.0, "default": 25.0, "freezing": 10.0, "reduce-overhead": 30.0, "max-autotune": 240.0}
-# Estimated seconds of a group without its candidates, and of the shortest timing of a candidate.
-GROUP_S, TIMED_S = 3.0, 1.5
-# Calls of a candidate until it is timed, and in its shortest timing; their estimated speed.
-CALLS_BEFORE, TIMED_CALLS, FLOP_PER_S = 6, 15, {"cpu": 2e11, "cuda": 1e14}
-UNKNOWN_FLOP = 2e10  # of an image, for a model whose work is unknown
-PLANNED_SHARE = 0.88  # of the budget; the rest is a reserve
-ALWAYS = 2  # candidates that are always measured
 
 
 @dataclass(frozen=True)
@@ -74,53 +63,8 @@ class Configuration:
 
     @property
     def is_default(self) -> bool:
-        """True if the candidates are the default ones, which are fitted to the time budget."""
+        """True if the candidates are the default ones; the time budget selects those that are measured."""
         return self.request.get("candidates") is None and not self.search
-
-    def plan(self) -> tuple[dict[Group, list[Candidate]], list[str]]:
-        """Returns the candidates of each group, and the names with dtypes of those that the time budget excludes.
-
-        A candidate is measured in all groups of a dtype or in none. The first ones are the most important.
-        """
-        lacks_bf16 = FP32_ALONE if self.is_default and self.device.type == "cpu" else ()
-        planned: dict[Group, list[Candidate]] = {}
-        seconds: dict[str, dict[str, float]] = {}  # by name and dtype
-        left_s = PLANNED_SHARE * self.time_budget_s
-        for group in self.groups():
-            every = self.candidates[group.model.kind]
-            planned[group] = [c for c in every if group.dtype_name == "fp32" or c.base not in lacks_bf16]
-            left_s -= self.preparing_s(group, []) + self.timed_s(group)
-            for candidate in planned[group]:
-                needed_s = self.preparing_s(group, [candidate]) - GROUP_S + self.timed_s(group)
-                by_dtype = seconds.setdefault(candidate.name, {})
-                by_dtype[group.dtype_name] = by_dtype.get(group.dtype_name, 0.0) + needed_s
-        skipped = []
-        for number, (name, by_dtype) in enumerate(seconds.items()):
-            for dtype, needed_s in by_dtype.items():
-                if not self.is_default or number < ALWAYS or needed_s <= left_s:
-                    left_s -= needed_s
-                else:
-                    skipped.append(f"{name} ({dtype})")
-        for group, found in planned.items():
-            planned[group] = [c for c in found if f"{c.name} ({group.dtype_name})" not in skipped]
-        return planned, skipped
-
-    def preparing_s(self, group: Group, candidates: Sequence[Candidate]) -> float:
-        """Estimates the seconds until these candidates of a group can be timed."""
-        is_first = group.requested_batch_size == self.batch_sizes[0]  # later groups reuse what it builds
-        return GROUP_S + sum(
-            c.build_s * is_first + COMPILING_S[c.compile_mode] + CALLS_BEFORE * self._call_s(group)
-            for c in candidates
-            if not c.missing_packages()
-        )
-
-    def timed_s(self, group: Group) -> float:
-        """Estimates the seconds of the shortest timing of a candidate."""
-        return max(TIMED_S, TIMED_CALLS * self._call_s(group))
-
-    def _call_s(self, group: Group) -> float:
-        flop = total(group.least().values()).flop or UNKNOWN_FLOP * group.batch_size
-        return flop / FLOP_PER_S[self.device.type]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for the record, with names of images without folders."""

@@ -150,7 +150,6 @@ JOBS: tuple[Job, ...] = (
     bench("models", "ViT-B training compiled", 100, [_VIT_B], "", 128, train="triton timm+compile"),
     bench("mlp", "mlp compiled", 80, [_MLP, f"{_MLP}:gelu_tanh"], "triton eager+compile cublaslt",
           256, train="triton eager+compile"),
-    bench("mlp", "matmul alone", 30, ["matmul:197x768x3072"], "triton eager", 256),
     bench("models", "ViT-S", 35, [_VIT_S], "triton-frozen sdpa timm", 128),
     bench("models", "ViT-L, also in FP8", 55, [_VIT_L], "triton-frozen triton-fp8 torchao-fp8+compile sdpa timm", 128),
     Job("tests", "tests that need a GPU", 80, (*_PARALLEL, "-m", "gpu", *(_GPU_FILES or ["tests"]))),

@@ -7,7 +7,7 @@ hf:FOLDER or hf:ID                           transformers, by its config; with t
 model.onnx                                   an ONNX file
 module:function                              function() returns an nn.Module that takes images
 block:NAME                                   the first block of one of our variants
-attention:197x12x64, mlp:..., matmul:...     single operators, see operators.py
+attention:197x12x64, mlp:197x768x3072        single operators, see operators.py
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Group:
 def resolve(given: str) -> Callable[[Size | None], list[Model]]:
     """Looks up a word of `--models`; returns a function of the image size (or None) that builds its models."""
     head, _, rest = given.partition(":")
-    if head in ("attention", "mlp", "matmul"):
+    if head in ("attention", "mlp"):
         from .operators import Operator
 
         if (operator := Operator.parse(given)) is not None:

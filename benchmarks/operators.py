@@ -2,7 +2,6 @@
 
 attention:197x12x64               softmax attention on packed qkv [B, tokens, 3, heads, head_dim]
 mlp:197x768x3072[:activation]     LayerNorm + MLP + residual on [B, tokens, width]; gelu by default
-matmul:197x768x3072               the first linear layer alone
 
 `--train` measures the backward alone. The reference is "eager". To add an operator of a library, add its function to a
 table below, and its name and packages to candidates.py.
@@ -27,12 +26,12 @@ from vit_fast.ops.reference import ACTIVATIONS
 from vit_fast.work import Work
 
 Function = Callable[..., Tensor]
-_WORD = re.compile(r"(attention|mlp|matmul):(\d+)x(\d+)x(\d+)(?::(\w+))?")
+_WORD = re.compile(r"(attention|mlp):(\d+)x(\d+)x(\d+)(?::(\w+))?")
 
 
 @dataclass(frozen=True)
 class Operator:
-    """An "attention" of tokens x heads x head_dim, or an "mlp" or "matmul" of tokens x width x hidden width."""
+    """An "attention" of tokens x heads x head_dim, or an "mlp" of tokens x width x hidden width."""
 
     part: str
     sizes: tuple[int, int, int]
@@ -65,8 +64,6 @@ class Operator:
             return {"attention": Work(flop * 5 // 2 if training else flop, (8 if training else 4) * moved)}
         narrow, wide = batch * tokens * second, batch * tokens * third
         weights, passes = second * third, 2 if training else 1
-        if self.part == "matmul":
-            return {"linears": Work(2 * passes * narrow * third, passes * (narrow + wide + weights))}
         # forward: x, y, h twice; backward: x, dy, dx, z, and h and dz written once and read once and twice
         moved = 3 * narrow + 6 * wide if training else 2 * narrow + 2 * wide
         return {"linears": Work(4 * passes * narrow * third, moved + 2 * passes * weights)}
@@ -77,8 +74,6 @@ class Operator:
         _, C, H = self.sizes
         if self.part == "attention":
             return {}
-        if self.part == "matmul":
-            return {"weight": normal(H, C) * C**-0.5}
         return {
             "norm_weight": 1 + 0.2 * normal(C), "norm_bias": 0.1 * normal(C), "fc1_weight": normal(H, C) * C**-0.5,
             "fc1_bias": 0.1 * normal(H), "fc2_weight": normal(C, H) * H**-0.5, "fc2_bias": 0.1 * normal(C),
@@ -134,12 +129,6 @@ def _compiled(function: Function) -> Any:
     return torch.compile(function, dynamic=False)
 
 
-def _matmul(x: Tensor, weight: Tensor) -> Tensor:
-    from vit_fast.ops.matmul import matmul  # registers operators, which models do not need
-
-    return matmul(x, weight)
-
-
 def _flash_attn(qkv: Tensor) -> Tensor:
     from flash_attn import flash_attn_qkvpacked_func
 
@@ -164,5 +153,4 @@ FUNCTIONS: dict[str, dict[str, Function]] = {
         **{name: partial(ops.layer_norm_mlp, backend=name) for name in ("eager", "sdpa", "triton")},
         "cublaslt": _cublaslt,
     },
-    "matmul": {"eager": F.linear, "triton": _matmul},
 }

@@ -28,7 +28,7 @@ from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, NOISE, Measure, e
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure import candidate as measuring
 from vit_fast.measure.candidate import GRAPH_MODES, MEASURES, Candidate, Prepared, Reference, at_most, describe_error
-from vit_fast.measure.clock import Call, synchronize, without_profiler_chatter
+from vit_fast.measure.clock import Call, synchronize
 from vit_fast.work import Work
 
 from .candidates import build_reference, make
@@ -137,7 +137,7 @@ def make_problem(group: Group, images: Sequence[Path]) -> Problem:
 
 def checked_rows(group: Group) -> list[int]:
     """Returns the images to check: all, if each contributes to a gradient; few for attention, whose fp64 is large."""
-    most = {"attention": 2, "mlp": group.batch_size, "matmul": group.batch_size}
+    most = {"attention": 2, "mlp": group.batch_size}
     return measuring.spread(group.batch_size, most.get(group.model.kind, MAX_CHECKED_IMAGES))
 
 
@@ -280,7 +280,7 @@ def profile(call: Call, device: torch.device, least: dict[str, Work], itemsize: 
     """Returns kernels, [part, name, calls, ms] per call, the longest first; and least, [operations, bytes] per part."""
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
-    with without_profiler_chatter(), torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities) as profiler:
         for number in range(PROFILED_CALLS):
             call(number)
         synchronize(device)

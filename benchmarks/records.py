@@ -1,4 +1,4 @@
-"""Records of `vit-fast bench`: rows, journal of a run, comparison, and reading of old formats.
+"""Records of `vit-fast bench`: rows, journal of a run, and comparison.
 
 A row is one candidate in one group, with its status, and its figures if it is correct and was measured. During a run,
 rows are appended to FOLDER.partial/rows.jsonl and synced to disk, so that a killed run can be resumed.
@@ -22,7 +22,7 @@ from vit_fast.work import Work, total
 
 from .models import Group
 
-FORMAT, BEFORE = "vit-fast-bench/3", "vit-fast-bench/2"
+FORMAT = "vit-fast-bench/3"
 RECORD_NAME, JOURNAL_NAME, PARTIAL = "record.json", "rows.jsonl", ".partial"
 Status = Literal[
     "measured", "not installed", "unsupported", "incorrect", "failed", "out of memory", "skipped", "interrupted"
@@ -292,7 +292,7 @@ def to_json(record: Record) -> bytes:
 
 
 def read_record(path: str | Path, *, of_bench: bool = True) -> Record:
-    """Reads a record from its JSON file or folder, also of the format before.
+    """Reads a record from its JSON file or folder.
 
     of_bench: False also allows records of gpu-check and kernels --host --json. Raises OSError for a missing file, and
     ValueError for anything else.
@@ -303,8 +303,6 @@ def read_record(path: str | Path, *, of_bench: bool = True) -> Record:
         record: Record = json.loads(content)
         rows = record["rows"]
         if is_bench(record):
-            if record["format"] == BEFORE:
-                _upgrade(record)
             if record["format"] != FORMAT:
                 raise ValueError(f"the format must be {FORMAT}, got {record['format']}")
             record["rows"] = [dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS)) | row for row in rows]
@@ -325,23 +323,5 @@ def damaged(*paths: str | Path) -> Iterator[None]:
 
 
 def is_bench(record: Record) -> bool:
-    """True for a record of `vit-fast bench` of any version."""
+    """True for a record of `vit-fast bench` in any format."""
     return str(record.get("format", "")).startswith(FORMAT.partition("/")[0])
-
-
-def _upgrade(record: Record) -> None:
-    """Converts a record of the format before, whose oldest rows and controls lack fields."""
-    record["format"] = FORMAT
-    names = {"plan": "configuration", "subjects": "candidates", "subject": "candidate", "left_out": "skipped"}
-    rows = [*record["rows"], *record["controls"]]
-    for part in (record, record.get("plan", {}), *rows):
-        for name in names.keys() & part.keys():
-            part[names[name]] = part.pop(name)
-    sizes = {str(row.get("model")): row["img_size"] for row in rows if "img_size" in row}
-    for row in rows:
-        row.setdefault("data", "device")
-        row.setdefault("img_size", sizes.get(str(row.get("model"))))
-        if "resolution" in row:
-            row.setdefault("between_runs", row["resolution"])
-        if row.get("status") == "wrong":
-            row["status"] = "incorrect"

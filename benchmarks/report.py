@@ -205,10 +205,7 @@ def not_measured(record: Record) -> list[str]:
         for row in rows:
             if row["status"] != "measured":
                 titles[": ".join(filter(None, (label(row), row["status"], row["reason"])))].append(title)
-    lines = [line if len(where) == len(grouped) else f"{line} ({'; '.join(where)})" for line, where in titles.items()]
-    if skipped := record.get("skipped"):
-        lines.append(f"skipped for lack of time: {', '.join(skipped)}; pass --time-budget 0 to measure all")
-    return lines
+    return [line if len(where) == len(grouped) else f"{line} ({'; '.join(where)})" for line, where in titles.items()]
 
 
 def _columns(record: Record, width: int | None) -> list[Column]:

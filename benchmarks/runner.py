@@ -7,10 +7,10 @@ affect the others. After Ctrl-C, the record contains what was measured. If the p
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,10 @@ AGAIN = "again"
 # A measurement that is cut short counts with FLOOR_REPEATS repeats, or with FLOOR_LEAST_REPEATS that took FLOOR_MS.
 FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
 ROUNDS_BETWEEN = 5  # between two checks of the noise
-SHARES = 1.3  # of its estimated share of the time that preparing a group may take
+EXPECTED_ROUNDS = 15  # for which there must be time, or the next candidate is not prepared
+# Estimated seconds on two CPU cores to compile a model.
+COMPILING_S = {"none": 0.0, "default": 25.0, "freezing": 10.0, "reduce-overhead": 30.0, "max-autotune": 240.0}
+OUT_OF_TIME = "out of time: pass --time-budget 0 to measure it"
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
 CEILING_PROTOCOL = Protocol(repeats=50, seconds=0.25, least_repeats=5, warmup_repeats=3)
@@ -57,7 +60,7 @@ class _Run:
     def __init__(self, configuration: Configuration, tell: Callable[[str], object], journal: Journal) -> None:
         self.configuration, self.tell, self.journal, self.device = configuration, tell, journal, configuration.device
         self.start = time.perf_counter()
-        self.planned, self.skipped = configuration.plan()
+        self.planned = {group: configuration.candidates[group.model.kind] for group in configuration.groups()}
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
@@ -75,7 +78,7 @@ class _Run:
         except KeyboardInterrupt:
             interrupted = True
             self.tell("interrupted: writing what was measured")
-        why_not: tuple[Status, str] = ("interrupted", "not started") if interrupted else ("skipped", "out of time")
+        why_not: tuple[Status, str] = ("interrupted", "not started") if interrupted else ("skipped", OUT_OF_TIME)
         for group in self.planned:
             self._refuse(group, self._remaining(group), *why_not)
         order = [(group.key, candidate.name) for group, found in self.planned.items() for candidate in found]
@@ -93,7 +96,6 @@ class _Run:
             "correctness_rule": RULE,
             "rows": rows,
             "interrupted": interrupted,
-            "skipped": self.skipped,
             "seconds": round(self.elapsed_s(), 1),
         }
 
@@ -130,7 +132,7 @@ class _Run:
 
     def _measure_group(self, group: Group, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Adds a row for every candidate; returns those that did not fit into memory."""
-        latest_s, end_s = self._ends_s(group)
+        end_s = self._end_s(group)
         self.tell(f"{group}: images and the fp64 reference")
         try:
             problem = make_problem(group, self.configuration.images)
@@ -143,15 +145,14 @@ class _Run:
         too_large = []
         for candidate in candidates:
             self.tell(f"{group}: {candidate.name}")
-            needed_s = self.configuration.preparing_s(group, [candidate]) if self.configuration.is_default else 0.0
-            ahead_s = sum(ready.call_s for ready in prepared.values()) * FLOOR_LEAST_REPEATS
-            is_late = self.elapsed_s() + ahead_s > self.configuration.time_budget_s
+            round_s = sum(ready.call_s + max(ready.call_s, clock.SETTLE_MS / 1e3) for ready in prepared.values())
+            needed_s = COMPILING_S[candidate.compile_mode] + EXPECTED_ROUNDS * round_s
             begun = [*group.key, candidate.name]
             ready = None
             if missing := candidate.missing_packages():
                 row = make_row(group, candidate, "not installed", f"pip install {' '.join(missing)}")
-            elif is_late or self.elapsed_s() + needed_s > latest_s:
-                row = make_row(group, candidate, "skipped", "out of time")
+            elif self.elapsed_s() + needed_s > end_s:
+                row = make_row(group, candidate, "skipped", OUT_OF_TIME)
             elif self.journal.entries.count(("resumed", begun)) > 1:
                 row = make_row(group, candidate, "failed", "the process ended twice while preparing this candidate")
             else:
@@ -177,11 +178,12 @@ class _Run:
         while prepared:
             self.tell(f"{group}: timing {len(prepared)} candidates, interleaved")
             conditions = Conditions(self.device)
-            watch = Watch(prepared, protocol, self.configuration.is_default, lambda: self.elapsed_s() >= end_s)
+            allocated = self.configuration.is_default and math.isfinite(end_s)
+            watch = Watch(prepared, protocol, allocated, lambda: self.elapsed_s() >= end_s)
             add = partial(self._add_timed, group, prepared, watch.best, conditions)
             try:
                 with at_most(preparation.CANDIDATE_SECONDS) as watch.again:
-                    timings = time_interleaved(watch.calls, self.device, protocol, on_round=watch)
+                    timings = time_interleaved(watch.calls, self.device, protocol, is_done=watch)
             except KeyboardInterrupt:
                 add(watch.timings(), "interrupted")
                 raise
@@ -213,21 +215,17 @@ class _Run:
                 ready.row.update(status=otherwise, reason="too few repeats")
             self.journal.add("row", ready.row)
 
-    def _ends_s(self, group: Group) -> tuple[float, float]:
-        """Returns when to stop preparing and timing a group: the groups share the time in proportion to estimates."""
-        configuration = self.configuration
-        if not configuration.is_default:
-            return configuration.time_budget_s, configuration.time_budget_s
-        following = list(itertools.dropwhile(lambda one: one.key != group.key, self.planned))
-        preparing_s = [configuration.preparing_s(one, self._remaining(one)) for one in following]
-        timing_s = [configuration.timed_s(one) * (1 + len(self._remaining(one))) for one in following]
-        now_s = self.elapsed_s()
-        share = (configuration.time_budget_s - now_s) / sum(preparing_s + timing_s)
-        return now_s + SHARES * share * preparing_s[0], now_s + share * (preparing_s[0] + timing_s[0])
+    def _end_s(self, group: Group) -> float:
+        """Returns when to stop timing a group: in a default run, the remaining groups share the time equally."""
+        budget_s, now_s = self.configuration.time_budget_s, self.elapsed_s()
+        if not self.configuration.is_default:
+            return budget_s
+        keys = [one.key for one in self.planned]
+        return now_s + (budget_s - now_s) / (len(keys) - keys.index(group.key))
 
 
 class Watch:
-    """Decides after every round if the timing of a group goes on; see clock.time_interleaved.
+    """Decides after every round if the timing of a group is done; see clock.time_interleaved.
 
     It ends when the protocol is satisfied, or late if there are enough repeats. If the group has its own share of the
     time (`allocated`), it goes on while noise prevents a ranking. The fastest candidate at full precision (`best`) is
@@ -242,21 +240,22 @@ class Watch:
         self.best = min(alike, key=lambda name: prepared[name].call_s)
         self.calls = {name: partial(self._call, name, ready.call) for name, ready in prepared.items()}
         self.calls[AGAIN] = self.calls[self.best]
-        self.running, self._samples = "", dict[str, Samples]()
+        self._samples: Mapping[str, Samples] = {}
+        self.running = ""
         self.again: Callable[[], None] = lambda: None
 
     def _call(self, name: str, call: Call, number: int) -> object:
         self.running = name
         return call(number)
 
-    def __call__(self, number: int, samples: Mapping[str, Samples]) -> Collection[str]:
-        self._samples = dict(samples)
+    def __call__(self, number: int, samples: Mapping[str, Samples]) -> bool:
+        self._samples = samples
         self.again()
         is_done = self._protocol.is_satisfied(samples)
         if is_done and self._allocated:
             is_done = number % ROUNDS_BETWEEN == 0
             is_done &= clock.control(samples[self.best], samples[AGAIN])["resolution"] <= clock.UNRANKABLE
-        return () if is_done or (self._is_late() and len(self.timings()) == len(samples)) else list(samples)
+        return is_done or (self._is_late() and len(self.timings()) == len(samples))
 
     def timings(self) -> dict[str, Samples]:
         """Returns the timings of candidates with enough repeats."""

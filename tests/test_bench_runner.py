@@ -135,7 +135,7 @@ def test_a_failing_candidate_gets_a_row_with_the_reason_and_the_others_are_timed
 
 def test_a_failing_reference_and_a_spent_budget_start_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "make_problem", lambda *_: fail())
-    for budget_s, status, reason in ((0, "failed", "reference: RuntimeError: it"), (1e-6, "skipped", "out of time")):
+    for budget_s, status, reason in ((0, "failed", "reference: RuntimeError: it"), (1e-6, "skipped", "out of time:")):
         rows = runner.run(plan("eager", "sdpa", batch_sizes=(1, 2), time_budget_s=budget_s))["rows"]
         assert [row["status"] for row in rows] == [status] * 4
         assert all(row["reason"].startswith(reason) for row in rows)
@@ -236,7 +236,7 @@ class Machine(NoisyClock):
     def prepare(self, candidate: object, group: Group, *_: object, **__: object) -> tuple[SimpleNamespace, dict]:
         key = candidate.name, group.dtype_name  # an exported file serves every batch size
         compiling_s = {"none": 0.0, "default": 25.0, "freezing": 10.0}[candidate.compile_mode]
-        self.spend(compiling_s + (0.2 if key in self.built else candidate.build_s))
+        self.spend(compiling_s + (0.2 if key in self.built else 7.0 if candidate.runs_file else 1.0))
         self.built.add(key)
         seconds = 0.014 * group.batch_size * (0.8 if "frozen" in candidate.name else 1.0)
         row = make_row(group, candidate, "measured") | {"max_error": 1e-6, "allowed_error": 1e-5, "agreement": 1.0}
@@ -244,25 +244,18 @@ class Machine(NoisyClock):
 
 
 @pytest.mark.fast_cases("1.0-0.03")
-@pytest.mark.parametrize(("slowness", "noise"), [(0.7, 0.01), (1.0, 0.03), (1.3, 0.05)])
-def test_the_default_run_ranks_all_that_it_planned_within_three_minutes(slowness, noise, default, monkeypatch) -> None:
+@pytest.mark.parametrize(("slowness", "noise"), [(0.7, 0.01), (1.0, 0.03), (1.3, 0.05), (3.0, 0.03)])
+def test_the_default_run_ranks_the_first_candidates_within_three_minutes(slowness, noise, default, monkeypatch) -> None:
     Machine(monkeypatch, slowness, noise)
     record = runner.run(default)
-    assert record["seconds"] <= default.time_budget_s + 10, "starting and writing take the rest of 180"
-    assert {row["status"] for row in record["rows"]} == {"measured"}
-    assert len({(row["dtype"], row["batch"]) for row in record["rows"]}) == 4
-    assert "timm+compile (bf16)" in record["skipped"], "it does not fit"
-    verdicts = {row["verdict"] for row in record["rows"] if noise < 0.05 or row["candidate"] == "timm+fused+frozen"}
+    assert record["seconds"] <= default.time_budget_s + 10 * max(slowness, 1), "starting and writing take the rest"
+    measured = [row for row in record["rows"] if row["status"] == "measured"]
+    for name in ("timm", "timm+fused+frozen"):
+        assert len({(row["dtype"], row["batch"]) for row in measured if row["candidate"] == name}) == 4
+    assert {row["reason"] for row in record["rows"] if row not in measured} == {runner.OUT_OF_TIME}
+    certain = [] if slowness > 1 else measured  # a slow or noisy machine may not rank all
+    verdicts = {row["verdict"] for row in certain or measured if certain or row["candidate"] == "timm+fused+frozen"}
     assert verdicts <= {None, "faster", "slower", "no difference"} and "faster" in verdicts
-
-
-def test_a_slow_machine_measures_the_first_candidates_of_every_group(default, monkeypatch) -> None:
-    Machine(monkeypatch, 3.0, 0.03)
-    record = runner.run(default)
-    assert record["seconds"] <= default.time_budget_s + 20
-    measured = [row for row in record["rows"] if row["ms"]]
-    assert len({(row["dtype"], row["batch"]) for row in measured if row["candidate"] == "timm"}) == 4
-    assert {row["reason"] for row in record["rows"] if row["status"] == "skipped"} == {"out of time"}
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
 import os
 import pickle
 import re
@@ -239,16 +238,10 @@ def test_save_and_load(model, images, one_engine, tmp_path) -> None:
     found.save(tmp_path / "fast.json")
     loaded = vit_fast.load_optimized(tmp_path / "fast.json", model)
     torch.testing.assert_close(loaded(images), model(images), atol=1e-4, rtol=1e-4)
-    old = json.loads((tmp_path / "fast.json").read_text())  # as format 1 named its fields
-    names = {"speedup": "gain", "speedup_over_compile": "over_compile"}
-    old["figures"] = {names.get(name, name): value for name, value in old["figures"].items()}
-    old["key"]["asked"] = old["key"].pop("request")
-    (tmp_path / "old.json").write_text(json.dumps(old | {"format": 1, "choice": old.pop("candidate")}))
-    assert vit_fast.load_optimized(tmp_path / "old.json", model).candidate == found.candidate
     with pytest.raises(ValueError, match="another architecture"):
         vit_fast.load_optimized(tmp_path / "fast.json", vit_fast.create_model("vit_test", depth=1))
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ValueError, match="format 1 or 2, got None"):
+    with pytest.raises(ValueError, match="must have format 2, got None"):
         vit_fast.load_optimized(tmp_path / "bad.json", model)
 
 

@@ -26,11 +26,12 @@ from ..weights.source import weights_digest
 from .candidate import Candidate, tensors_in
 
 FORMAT = 2
-# Names of fields in format 1.
-BEFORE = {"choice": "candidate", "asked": "request", "gain": "speedup", "over_compile": "speedup_over_compile"}
 # Required fields.
 KEY = ("machine", "model", "example", "request")
-FIGURES = ("speedup", "speedup_over_compile", "resolution", "ms", "images_per_s", "agreement")
+FIGURES = (
+    "speedup", "speedup_over_compile", "resolution", "ms", "images_per_s", "agreement", "tried", "candidates",
+    "budget_s", "finish_s",
+)  # fmt: skip
 PACKAGES = ("torch", "triton", "onnxruntime", "onnxruntime-gpu", "openvino", "timm", "transformers")
 
 
@@ -47,11 +48,11 @@ class CachedResult:
 
     @classmethod
     def read(cls, path: Path) -> CachedResult:
-        """Reads what `write` wrote, also of format 1; raises OSError, or ValueError for anything else."""
-        data = json.loads(path.read_text(), object_hook=lambda part: {BEFORE.get(n, n): v for n, v in part.items()})
+        """Reads what `write` wrote; raises OSError, or ValueError for anything else."""
+        data = json.loads(path.read_text())
         version = data.get("format") if isinstance(data, dict) else None
-        if version not in (1, FORMAT):
-            raise ValueError(f"a result of vit_fast.optimize must have format 1 or {FORMAT}, got {version!r}")
+        if version != FORMAT:
+            raise ValueError(f"a result of vit_fast.optimize must have format {FORMAT}, got {version!r}")
         key, candidate, figures = (data.get(name) for name in ("key", "candidate", "figures"))
         if not all(isinstance(part, dict) for part in (key, candidate, figures)):
             raise ValueError("key, candidate and figures must be objects")

@@ -66,7 +66,6 @@ class Candidate:
     fullgraph: bool = False
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     tolerance: float | None = None  # allowed error in lower precision, as a share of the largest output
-    build_s: float = 1.0  # estimate for the first one, with checks
 
     @property
     def changes(self) -> int:
@@ -127,7 +126,6 @@ class Candidate:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Candidate:
         """Reads the output of to_dict; raises ValueError for an unknown field, type, engine or precision."""
-        data = {name: value for name, value in data.items() if name != "channels_last"}  # of earlier versions
         for name, value in data.items():
             if name not in CONFIGURATION or not isinstance(value, str | bool | int):
                 raise ValueError(f"a candidate must consist of {', '.join(CONFIGURATION)}, got {name}={value!r}")

@@ -26,7 +26,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 Call = Callable[[int], object]
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise torch's profiler writes its progress to stderr
 
 CPU_CACHE_BYTES = 64 * 2**20  # larger than the last-level cache of most processors
 # Duration of the untimed calls. After a call, threads of torch spin for about 10 ms, those of ONNX Runtime for 35, and
@@ -213,11 +214,11 @@ def time_interleaved(
     device: torch.device | str,
     protocol: Protocol | None = None,
     *,
-    on_round: Callable[[int, Mapping[str, Samples]], Collection[str]] | None = None,
+    is_done: Callable[[int, Mapping[str, Samples]], bool] | None = None,
 ) -> dict[str, Samples]:
     """Times several calls, functions of the round's number, interleaved until each satisfies the protocol.
 
-    `on_round` is called after every round with its number and the samples so far. It returns the names that continue.
+    `is_done` replaces this condition. It is called after every round with the number of rounds and the samples so far.
     """
     device = torch.device(device)
     protocol = Protocol() if protocol is None else protocol
@@ -230,19 +231,13 @@ def time_interleaved(
                 if time.perf_counter() >= end:
                     break
         samples = {name: Samples(call, device, protocol, alone=len(calls) == 1) for name, call in calls.items()}
-        names = list(calls)
-        number = 0
-        while names:
+        for number in itertools.count():
             # Random, so that what a call leaves behind (spinning threads, a warm cache) affects all others equally.
-            for name in random.Random(number).sample(names, len(names)):
+            for name in random.Random(number).sample([*calls], len(calls)):
                 samples[name].take(number)
-            number += 1
-            if on_round is not None:
-                going_on = on_round(number, samples)
-                names = [name for name in names if name in going_on]
-            elif protocol.is_satisfied(samples):
+            if protocol.is_satisfied(samples) if is_done is None else is_done(number + 1, samples):
                 break
-    return {name: taken for name, taken in samples.items() if taken}
+    return samples
 
 
 def time_call(call: Call, device: torch.device | str, protocol: Protocol | None = None) -> Samples:
@@ -272,7 +267,7 @@ def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int
         synchronize(device)
         return int(torch.cuda.max_memory_allocated(device)) - before
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with without_profiler_chatter(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         call()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
@@ -291,21 +286,6 @@ def free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-@contextlib.contextmanager
-def without_profiler_chatter() -> Iterator[None]:
-    """Discards stderr, to which torch's profiler writes lines about itself; for calls that have run before."""
-    sys.stderr.flush()
-    saved = os.dup(2)
-    with Path(os.devnull).open("w") as null:
-        os.dup2(null.fileno(), 2)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(saved, 2)
-        os.close(saved)
 
 
 def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5) -> float:

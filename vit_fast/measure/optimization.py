@@ -81,10 +81,9 @@ class Optimization:
         if self.resolution is not None:
             facts.append(f"resolution {self.resolution:.1%}")
         notes = ["cached result, checked again"] if self.from_cache else []
-        if "candidates" in figures:  # older results lack it
-            budget = format_number(figures["budget_s"])
-            notes.append(f"{figures['tried']} of {figures['candidates']} candidates tried, budget {budget} s")
-        if figures.get("finish_s") is not None:
+        budget = format_number(figures["budget_s"])
+        notes.append(f"{figures['tried']} of {figures['candidates']} candidates tried, budget {budget} s")
+        if figures["finish_s"] is not None:
             notes.append(f"a budget of about {format_number(figures['finish_s'], 2)} s would finish the search")
         return f"{'; '.join(facts)} ({'; '.join(notes)})."
 
@@ -176,9 +175,8 @@ def optimize(
             start=start, progress=progress, check_interrupt=check_interrupt,
         )  # fmt: skip
         cached = None if again else next(cache.find(key), None)
-        before = {} if cached is None else cached.figures
         # it is reused if its search finished, or had at least this budget
-        if cached is not None and (before.get("finish_s", 0.0) is None or budget_s <= before.get("budget_s", 0.0)):
+        if cached is not None and (cached.figures["finish_s"] is None or budget_s <= cached.figures["budget_s"]):
             with contextlib.suppress(Refused):  # it is not available any more: search
                 trials.prepare(cached.candidate, REBUILDING_S)
                 return _optimization(trials, (), cached)
