@@ -167,10 +167,8 @@ def per_channel(values: Sequence[float], in_chans: int) -> tuple[float, ...]:
 class ImageFolder:
     """Labeled images of a folder with one subfolder per class; classes are in alphabetical order."""
 
-    mirrored = True  # a flipped image belongs to the same class
-
     def __init__(self, folder: Path) -> None:
-        names = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else ()
+        names = sorted(p.name for p in folder.iterdir() if p.is_dir())
         if len(names) < 2:
             raise ImageError(f"{folder}: must be a folder with one subfolder per class, for at least two classes")
         self.class_names = tuple(names)
@@ -179,7 +177,7 @@ class ImageFolder:
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         file, label = self.files[index]
         return read_image(file), label
 

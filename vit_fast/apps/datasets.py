@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -27,38 +27,16 @@ _OF_TORCHVISION = {"MNIST": "MNIST/raw", "FashionMNIST": "FashionMNIST/raw", "CI
 _DIGITS = tuple(map(str, range(10)))
 _TEST_EVERY = 5  # every fifth bundled digit is in the test set
 
-
-class SmallImages:
-    """Images in memory: pixels [n, height, width] (gray) or [n, height, width, 3] (RGB), and labels [n].
-
-    `mirrored` is True if a flipped image belongs to the same class, which is not true for digits.
-    """
-
-    def __init__(
-        self, pixels: NDArray[Any], labels: NDArray[Any], class_names: tuple[str, ...], *, mirrored: bool
-    ) -> None:
-        if not 0 < len(pixels) == len(labels) or not 0 <= labels.min() <= labels.max() < len(class_names):
-            raise ImageError(
-                f"images must have one label each, between 0 and {len(class_names) - 1}, got {len(pixels)} images and "
-                f"{len(labels)} labels {sorted(set(labels.tolist()))}"
-            )
-        self.pixels, self.labels, self.class_names, self.mirrored = pixels, labels, class_names, mirrored
-
-    def __len__(self) -> int:
-        return len(self.pixels)
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        return Image.fromarray(self.pixels[index]), int(self.labels[index])
-
-
-LabeledImages = ImageFolder | SmallImages
+LabeledImages = ImageFolder | Sequence[tuple[Image.Image, int]]
 
 
 class TrainingData(NamedTuple):
-    """Training and validation images of the same classes."""
+    """Training and validation images, each a Pillow image with the index of its class."""
 
     train: LabeledImages
     held_out: LabeledImages | None
+    class_names: tuple[str, ...]
+    mirrored: bool = True  # a flipped image belongs to the same class, which is not true for digits
 
 
 def open_data(path: Path | None = None, validation: Path | None = None) -> TrainingData:
@@ -71,20 +49,16 @@ def open_data(path: Path | None = None, validation: Path | None = None) -> Train
     Raises:
         ImageError: path has another structure, or a file is damaged.
         MissingPackageError: the data need torchvision, which is not installed.
+        OSError: path cannot be read.
         ValueError: validation is given for data with a test set, or has other classes.
     """
-    if path is not None and not path.exists():
-        raise ImageError(f"{path}: no such file or folder")
-    found = (
-        []
-        if path is None
-        else [
-            (name, root)
-            for name, folder in _OF_TORCHVISION.items()
-            for root in (path, path.parent)
-            if (root / folder).is_dir() and (root / folder).is_relative_to(path)
-        ]
-    )
+    roots = [] if path is None else [path, path.parent]
+    found = [
+        (name, root)
+        for name, folder in _OF_TORCHVISION.items()
+        for root in roots
+        if (root / folder).is_dir() and (root / folder).is_relative_to(roots[0])
+    ]
     if len(found) > 1:
         names = ", ".join(name for name, _ in found)
         raise ImageError(f"{path}: must contain one torchvision data set, got {names}: pass the folder of one")
@@ -93,15 +67,16 @@ def open_data(path: Path | None = None, validation: Path | None = None) -> Train
         if held_out is not None and held_out.class_names != train.class_names:
             classes = f"the classes of the training images, {train.class_names}, got {held_out.class_names}"
             raise ValueError(f"validation images must have {classes}")
-        return TrainingData(train, held_out)
+        return TrainingData(train, held_out, train.class_names)
     if validation is not None:
         raise ValueError(f"validation must be None for data that contain a test set, got {validation}")
     if found:
         return _of_torchvision(*found[0])
     with np.load(Path(__file__).with_name("digits.npz")) as arrays:
-        pixels, labels = (arrays["images"] * 15.9375).astype(np.uint8), arrays["labels"]
-    test = np.arange(len(pixels)) % _TEST_EVERY == 0
-    return TrainingData(*(SmallImages(pixels[part], labels[part], _DIGITS, mirrored=False) for part in (~test, test)))
+        pixels = (arrays["images"] * 15.9375).astype(np.uint8)
+        digits = list(zip(map(Image.fromarray, pixels), arrays["labels"].tolist()))
+    train_digits = [digit for i, digit in enumerate(digits) if i % _TEST_EVERY]
+    return TrainingData(train_digits, digits[::_TEST_EVERY], _DIGITS, mirrored=False)
 
 
 def _of_torchvision(name: str, root: Path) -> TrainingData:
@@ -110,30 +85,28 @@ def _of_torchvision(name: str, root: Path) -> TrainingData:
     from torchvision import datasets
 
     try:
-        parts: list[Any] = [getattr(datasets, name)(root, train=train) for train in (True, False)]
+        train, test = (getattr(datasets, name)(root, train=train) for train in (True, False))
     except Exception as error:  # for damaged files, torchvision raises exceptions of many types
         raise ImageError(
             f"{root}: torchvision cannot read it as {name}: {str(error) or type(error).__name__}"
         ) from None
-    digits = name == "MNIST"  # torchvision's class names are "0 - zero" and so on
-    classes = _DIGITS if digits else tuple(parts[0].classes)
-    return TrainingData(
-        *(SmallImages(np.asarray(part.data), np.asarray(part.targets), classes, mirrored=not digits) for part in parts)
-    )
+    if name == "MNIST":  # torchvision's class names are "0 - zero" and so on
+        return TrainingData(train, test, _DIGITS, mirrored=False)
+    return TrainingData(train, test, tuple(train.classes))
 
 
 class PreparedImages(Dataset[tuple[Tensor, int]]):
     """Labeled images as inputs of a model, with augmentation that depends only on seed, epoch and index.
 
     `augment` flips image files, and crops them at random like torchvision's RandomResizedCrop, to 35 to 100 % of the
-    area and aspect ratios from 3:4 to 4:3. It shifts `SmallImages` by up to an eighth of the side, and flips them if
-    `mirrored` is True.
+    area and aspect ratios from 3:4 to 4:3. It shifts other images by up to an eighth of the side, and flips them if
+    `mirror` is True.
     """
 
     def __init__(
-        self, source: LabeledImages, model: VisionTransformer, *, augment: bool = False, seed: int = 0
+        self, source: LabeledImages, model: VisionTransformer, augment: bool = False, mirror: bool = True, seed: int = 0
     ) -> None:
-        self.source, self.augment, self.seed, self.epoch = source, augment, seed, 0
+        self.source, self.augment, self.mirror, self.seed, self.epoch = source, augment, mirror, seed, 0
         data_config = model.data_config
         if augment and isinstance(source, ImageFolder):  # the random crop replaces the center crop
             data_config = dataclasses.replace(data_config, crop_pct=1.0, crop_mode="squash")
@@ -143,11 +116,11 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image, label = self.source.read(index)
+        image, label = self.source[index]
         if self.augment:
             generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch, index))
             x, y, flip, share, shape = torch.rand(5, generator=generator).tolist()
-            if isinstance(self.source, SmallImages):
+            if not isinstance(self.source, ImageFolder):
                 right, down = ((2 * part - 1) / 8 * side for part, side in zip((x, y), image.size))
                 matrix = (1.0, 0.0, right, 0.0, 1.0, down)
                 image = image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
@@ -157,7 +130,7 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
                 height = min(image.height, max(1, round(math.sqrt(area / ratio))))
                 left, top = round(x * (image.width - width)), round(y * (image.height - height))
                 image = image.crop((left, top, left + width, top + height))
-            if flip < 0.5 and self.source.mirrored:
+            if flip < 0.5 and self.mirror:
                 image = ImageOps.mirror(image)
         return self.transform(image), label
 

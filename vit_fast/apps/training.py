@@ -99,7 +99,7 @@ def train(
         ValueError: model and data have different numbers of classes, the model does not pool, or a setting does not
             fit the data or the number of processes.
     """
-    if (classes := model.config.num_classes) != (labels := len(data.train.class_names)):
+    if (classes := model.config.num_classes) != (labels := len(data.class_names)):
         raise ValueError(f"model and data must have the same number of classes, got {classes} and {labels}")
     if model.config.global_pool == "":
         raise ValueError("global_pool must not be '', which gives logits per token: use a model that pools")
@@ -109,9 +109,9 @@ def train(
     if config.batch_size % (processes.world * config.accumulation):
         parts = f"the number of processes times accumulation, {processes.world} x {config.accumulation}"
         raise ValueError(f"batch_size must be a multiple of {parts}, got {config.batch_size}")
-    model.class_names = data.train.class_names
-    images = PreparedImages(data.train, model, augment=config.augment, seed=config.seed)
-    about = {"model": model.config.to_dict(), "classes": list(data.train.class_names), "images": len(data.train)}
+    model.class_names = data.class_names
+    images = PreparedImages(data.train, model, augment=config.augment, mirror=data.mirrored, seed=config.seed)
+    about = {"model": model.config.to_dict(), "classes": list(data.class_names), "images": len(data.train)}
     sampler: DistributedSampler[Any] = DistributedSampler(images, processes.world, processes.rank, seed=config.seed)
     loader = DataLoader(images, config.batch_size // processes.world, sampler=sampler, num_workers=workers)
     steps = len(loader)

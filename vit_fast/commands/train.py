@@ -76,7 +76,7 @@ def train(
 
             opened = open_data(data, validation)
             overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
-            overrides |= {"num_classes": len(opened.train.class_names), "drop_path_rate": drop_path}
+            overrides |= {"num_classes": len(opened.class_names), "drop_path_rate": drop_path}
             torch.manual_seed(config.seed)
             device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
             # Do not store the model in a variable: it must be freed before the process group.
