@@ -21,7 +21,7 @@ from ..ops import reference
 from ..ops.backends import resolve_backend
 from ..ops.block import fused_block
 from ..ops.descriptions import BlockTensors, Keys, Rope, interleave
-from ..ops.registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype, needs_gradient
+from ..ops.registration import constant_to_compiler, is_exporting, matmul_dtype, needs_gradient
 from .fp8_scales import PLACE
 from .frozen import Frozen
 from .packed import Packed, is_packable, packed_for, run_packed
@@ -157,7 +157,7 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
     if frozen is not None and frozen.dtype == matmul_dtype(x) and not apart:
         proj, fc2 = attention.with_scale(attention.proj), mlp.with_scale(mlp.fc2)
         # read the weights only if gradients are possible, because this runs in every forward
-        if not (torch.is_grad_enabled() or in_transform()) or not needs_gradient(
+        if not torch.is_grad_enabled() or not needs_gradient(
             x, *proj, *fc2, *(tensor_of(*slot) for slot in sources(attention, mlp, False))
         ):
             if frozen.rope_head and rope is not None:

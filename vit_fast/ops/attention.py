@@ -18,7 +18,7 @@ from ..errors import UnsupportedInputError
 from . import reference
 from .backends import kernel_reasons, resolve_backend
 from .descriptions import DTYPES, E4M3, Keys, check_dtype, check_keys, check_tensors, key_mask_of
-from .registration import Gradient, constant_to_compiler, in_transform, is_exporting, matmul_dtype, operator
+from .registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype, operator
 
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 128
@@ -386,7 +386,7 @@ attention_kernel = operator(
     "attention", "(Tensor[] qkv, Tensor? cu_seqlens, Tensor? key_mask, SymInt max_seqlen, float scale) "
     "-> (Tensor, Tensor)",
     attention_forward, what="attention", fake=lambda qkv, *args: _new_output(qkv)[::2], flop=_flop,
-    gradient=Gradient(_save, _backward),
+    save=_save, backward=_backward,
 )  # fmt: skip
 attention_backward_kernel = operator(
     "attention_backward", "(Tensor grad_output, Tensor[] qkv, Tensor out, Tensor lse, Tensor? cu_seqlens, "

@@ -40,7 +40,7 @@ from .descriptions import (
     check_qk_norm,
     checked_rope,
 )
-from .registration import Gradient, matmul_dtype, needs_gradient, operator, text_of
+from .registration import matmul_dtype, needs_gradient, operator, text_of
 from .rotary import QkSettings, QkTensors, operator_arguments, qkv_step
 
 if TYPE_CHECKING:
@@ -324,5 +324,5 @@ def _flop(x: Any, statistics: Any, tensors: Any, *settings: Any) -> int:
 
 block_kernel = operator(
     "block", f"(Tensor x, Tensor? statistics, Tensor[] tensors, {SETTINGS}) -> Tensor[]", _block_forward,
-    what="a block or layer_norm_mlp", fake=_fake, flop=_flop, gradient=Gradient(_save, _backward), cached=2,
+    what="a block or layer_norm_mlp", fake=_fake, flop=_flop, save=_save, backward=_backward, cached=2,
 )  # fmt: skip

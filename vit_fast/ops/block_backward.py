@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -131,7 +130,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     saved = SimpleNamespace(**({"before_norm": None, "hidden": None} | dict(zip(names, tensors))))
     t, qk, *_ = tensors_of(tensors[len(names) :], s)
     linears = {name: layer.contiguous() for name, layer in normed_linears(t, s.norm, s.inner_norm).items()}
-    inner = linears.pop("fc2", None)  # with a norm before fc2
+    inner = linears.get("fc2")  # with a norm before fc2
     weights: dict[str, tuple[Tensor, Tensor | None]] = {}
     if t.qkv_weight is not None:
         weights = {"proj": (t.proj_weight.contiguous(), t.scale1), "qkv": (linears["qkv"].weight, None)}
@@ -140,15 +139,21 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     scaled = dict(zip(weights, scaled_weights.scaled_weights(list(weights.values()), s.dtype)))
     stream, narrow, norm_sums, along = as_matrix(grad_output), None, None, None
     sums: dict[str, Tensor] = {}
+    gradients: dict[str, Any] = {}
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     if t.fc1_weight is not None:
         norm_input, dy = NormInput(as_matrix(saved.norm2_input), saved.statistics2), stream.to(s.dtype)
+        d_branch = dy
         if inner is None:
             (folded,) = folding.fold_linears([linears["fc1"]], s.dtype)
         else:  # with an inner norm, the h returned below is normalized, but without gamma and beta
             along, sums["fc2"] = hidden_norm.along_rows(dy, saved.branch, t.scale2, inner.weight.shape[1])
             folded, behind = folding.fold_linears([linears["fc1"], inner], s.dtype)
             (scaled["fc2"],) = scaled_weights.scaled_weights([(behind.weight, t.scale2)], s.dtype)
+            if t.scale2 is not None:  # `branch` lacks the shift
+                d_scale = (dy.float() * saved.branch).sum(0) + behind.shift * sums["fc2"].sum(0)
+                gradients["scale2"] = d_scale.to(t.scale2.dtype)
+                d_branch, sums["fc2"] = (dy * t.scale2).to(s.dtype), sums["fc2"] * t.scale2
         gated = t.gate_weight is not None
         d_fc1, h = linear.activation_gradient(
             dy, scaled["fc2"], saved.z, norm_input, folded, s.activation, gated, saved.hidden, along
@@ -157,7 +162,8 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         stream, narrow = linear.input_gradient(
             d_fc1, norm_input, folded, stream if s.residual else None, t.qkv_weight is not None
         )
-        pairs, sums["fc1"] = {"fc1": (d_fc1.scaled, norm_input.source), "fc2": (dy, h)}, d_fc1.column_part
+        pairs = {"fc1": (d_fc1.scaled, norm_input.source), "fc2": (d_branch, h)}
+        sums["fc1"] = d_fc1.column_part
     if t.qkv_weight is not None:
         d_proj = stream.to(s.dtype) if narrow is None else narrow
         d_mixed = linear.matmul_gradient(d_proj, scaled["proj"]).view(saved.mixed.shape)
@@ -174,16 +180,15 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         )
         pairs = {"qkv": (d_qkv, normalized), "proj": (d_proj, as_matrix(saved.mixed.flatten(2))), **pairs}
     parts = dict(zip(pairs, weight_matmuls.weight_matmuls(*pairs.values())))
-    gradients = _parameter_gradients(t, linears, inner, sums, parts, pairs)
-    gradients |= norm_gradients(norm_sums, qk)
+    gradients |= _parameter_gradients(t, linears, sums, parts, pairs) | norm_gradients(norm_sums, qk)
     return [stream.view(grad_output.shape), *(gradients[name] for name in gradient_names(s) if name)]
 
 
 def _parameter_gradients(
-    t: BlockTensors, linears: dict[str, NormedLinear], inner: NormedLinear | None, sums: dict[str, Tensor],
-    parts: dict[str, Tensor], pairs: dict[str, tuple[Tensor, Tensor]],
+    t: BlockTensors, linears: dict[str, NormedLinear], sums: dict[str, Tensor], parts: dict[str, Tensor],
+    pairs: dict[str, tuple[Tensor, Tensor]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the gradients by name. `linears` are qkv and fc1; `inner` is fc2 if a norm precedes it, else None."""
+    """Returns the gradients by name, of the linear layers after a norm (`linears`) and of the others."""
     from ..kernels.linear.weight_gradients import FoldedMatmul, ResidualMatmul, parameter_gradients
 
     matmuls = [FoldedMatmul(parts[name], sums[name], layer) for name, layer in linears.items()]
@@ -191,42 +196,22 @@ def _parameter_gradients(
     for name, weight, bias, layer_scale in (
         ("proj", t.proj_weight, t.proj_bias, t.scale1), ("fc2", t.fc2_weight, t.fc2_bias, t.scale2),
     ):  # fmt: skip
-        if name in parts and (name == "proj" or inner is None):
+        if name in parts and name not in linears:
             vectors = (vector if vector is None else vector.contiguous() for vector in (bias, layer_scale))
             branches[name] = ResidualMatmul(parts[name], pairs[name][0], weight.contiguous(), *vectors)
-    if inner is not None:
-        scaled = inner
-        if t.scale2 is not None:  # the gradients of gamma and beta depend on LayerScale times W
-            bias = None if inner.bias is None else inner.bias.float()
-            scaled = replace(inner, weight=inner.weight.float() * t.scale2.float()[:, None], bias=bias)
-        matmuls.append(FoldedMatmul(parts["fc2"], sums["fc2"], scaled))
     of_folded, of_branches = parameter_gradients(matmuls[:2], list(branches.values()))
     if matmuls[2:]:  # the kernel supports at most two folded layers
         of_folded += parameter_gradients(matmuls[2:], [])[0]
     gradients: dict[str, Any] = {}
     for name, of in zip(linears, of_folded):
-        norm = "norm1" if name == "qkv" else "norm2"
-        gradients |= {f"{name}_weight": of.weight, f"{name}_bias": of.bias, "gate_weight": of.gate}
-        gradients |= {f"{norm}_weight": of.gamma, f"{norm}_bias": of.beta, "gate_bias": of.gate_bias}
+        norm = {"qkv": "norm1", "fc1": "norm2", "fc2": "inner"}[name]
+        gradients |= {f"{name}_weight": of.weight, f"{name}_bias": of.bias}
+        gradients |= {f"{norm}_weight": of.gamma, f"{norm}_bias": of.beta}
+        if name == "fc1":
+            gradients |= {"gate_weight": of.gate, "gate_bias": of.gate_bias}
     for name, branch in zip(branches, of_branches):
         of_scale = "scale1" if name == "proj" else "scale2"
         gradients |= {f"{name}_weight": branch.weight, f"{name}_bias": branch.bias, of_scale: branch.scale}
-    if inner is not None:
-        behind: Any = of_folded[-1]
-        d_weight, d_bias = behind.weight, behind.bias
-        if t.scale2 is not None:
-            d_scale = (d_weight * inner.weight.float()).sum(1)
-            if inner.bias is not None:
-                d_scale = d_scale + d_bias * inner.bias.float()
-                d_bias = (d_bias * t.scale2.float()).to(inner.bias.dtype)
-            d_weight = (d_weight * t.scale2.float()[:, None]).to(inner.weight.dtype)
-            gradients["scale2"] = d_scale.to(t.scale2.dtype)
-        gradients |= {
-            "fc2_weight": d_weight,
-            "fc2_bias": d_bias,
-            "inner_weight": behind.gamma,
-            "inner_bias": behind.beta,
-        }
     return gradients
 
 

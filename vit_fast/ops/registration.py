@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,18 +31,8 @@ _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 CACHED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Cached weights (`Frozen` in `blocks/frozen.py`) by the address of their first tensor."""
 _LIBRARY = torch_library.Library("vit_fast", "FRAGMENT")
-_UNCOMPILED = "triton operators under torch.func or forward-mode derivatives run uncompiled"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-class Gradient(NamedTuple):
-    """The derivative of the first output of an operator; other outputs are not differentiable."""
-
-    # maps the arguments and the outputs to the tensors and other values that the backward needs
-    save: Callable[[Sequence[Any], Any], tuple[Sequence[Tensor | None], Any]]
-    # maps the gradient and both results of `save` to the gradients of the leading arguments, with lists flattened
-    backward: Callable[[Tensor, Sequence[Any], Any], Sequence[Tensor | None]]
 
 
 def constant_to_compiler(function: Function) -> Function:
@@ -53,7 +43,8 @@ def constant_to_compiler(function: Function) -> Function:
 
 def operator(
     name: str, schema: str, function: Callable[..., Any], *, what: str, fake: Callable[..., Any],
-    flop: Callable[..., int], gradient: Gradient | None = None, cached: int | None = None,
+    flop: Callable[..., int], save: Callable[..., Any] | None = None, backward: Callable[..., Any] | None = None,
+    cached: int | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """Registers a function as the operator vit_fast::name for every device; returns a function that calls the operator.
 
@@ -63,7 +54,10 @@ def operator(
         what: Name of the operator in error messages.
         fake: Returns empty outputs with the shapes, strides and dtypes of the real ones.
         flop: Returns the number of FLOPs. Called with the arguments, but with shapes in place of tensors.
-        gradient: The derivative. None means that differentiation raises an error, as for backward operators.
+        save: Maps the list of arguments and the outputs to the tensors and the other values that `backward` needs.
+        backward: Maps the gradient of the first output, and both results of `save`, to the gradients of the leading
+            arguments, with lists flattened. Other outputs are not differentiable. None means that differentiation
+            raises an error, as for backward operators.
         cached: Position, in the flattened arguments, of the weight whose address is a key of `CACHED`. Every
             call first updates the cached weights if the parameters changed, also in a compiled graph.
     """
@@ -72,10 +66,6 @@ def operator(
     kinds = [str(argument.type) for argument in registered._schema.arguments]
     at = next((position for position, kind in enumerate(kinds) if kind.startswith("List")), None)
     behind = 0 if at is None else len(kinds) - at - 1
-    refuse_vmap = _refuse(
-        f"torch.vmap of {what}",
-        "the kernels take a batch of any size: fold the mapped dimension into it, or use backend='sdpa'",
-    )
 
     def flattened(args: Sequence[Any]) -> Sequence[Any]:
         return args if at is None else (*args[:at], *args[at], *args[at + 1 :])
@@ -97,39 +87,35 @@ def operator(
 
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch_library.register_fake(registered, fake, lib=_LIBRARY)
-    torch_library.register_vmap(registered, refuse_vmap)
     _flop_formulas.append((registered.overloadpacket, lambda *args, out_val=None, **_: flop(*args)))
-
-    def save(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.count = len(inputs)
-        if gradient is None:
-            return
-        ctx.set_materialize_grads(False)
-        if not isinstance(output, Tensor):
-            ctx.mark_non_differentiable(*output[1:])
-        saved, ctx.rest = gradient.save(nested(inputs), output)
-        ctx.save_for_backward(*saved)
-
-    def derive(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        if gradient is None:
-            reason = "the backward kernels are not differentiable: use backend='eager'"
-            _refuse(f"the second derivative of {what}", reason)()
-        gradients = () if grad_output is None else gradient.backward(grad_output, ctx.saved_tensors, ctx.rest)
-        return (*gradients, *(None,) * (ctx.count - len(gradients)))
 
     class Differentiable(torch.autograd.Function):  # without setup_context, which would take 20 us per call
         @staticmethod
         def forward(ctx: Any, keys: Any, *flat: Any) -> Any:
-            output = _without_lists(dispatch(keys, *nested(flat)))  # gradients are disabled here
-            save(ctx, flat, output)
+            output = dispatch(keys, *nested(flat))  # gradients are disabled here
+            if not isinstance(output, Tensor):
+                output = tuple(output)
+            ctx.count = len(flat)
+            if save is not None:
+                ctx.set_materialize_grads(False)
+                if isinstance(output, tuple):
+                    ctx.mark_non_differentiable(*output[1:])
+                saved, ctx.rest = save(nested(flat), output)
+                ctx.save_for_backward(*saved)
             return output
 
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor | None, *others: Any) -> Any:
-            if torch.is_grad_enabled() and grad_output is not None and not grad_output.requires_grad:
+            if backward is None:
+                reason = "the backward kernels are not differentiable: use backend='eager'"
+                raise UnsupportedInputError(f"the second derivative of {what} with backend='triton'", [reason])
+            if grad_output is None:
+                return (None,) * (1 + ctx.count)
+            if torch.is_grad_enabled() and not grad_output.requires_grad:
                 # otherwise autograd may not record the backward operator: second derivatives would silently be 0
                 grad_output = grad_output.detach().requires_grad_()
-            return (None, *derive(ctx, grad_output, *others))
+            gradients = backward(grad_output, ctx.saved_tensors, ctx.rest)
+            return (None, *gradients, *(None,) * (ctx.count - len(gradients)))
 
     def dispatch(keys: Any, *args: Any) -> Any:
         if torch.is_grad_enabled():
@@ -144,44 +130,13 @@ def operator(
 
     _LIBRARY.impl(name, dispatch, "Autograd", with_keyset=True)
 
-    class Transformed(torch.autograd.Function):
-        """The operator under torch.func and forward-mode AD, which would otherwise reject it or take tangents for 0."""
+    def call(*args: Any) -> Any:
+        if in_transform():  # torch would take tangents for 0, and has no vmap of `Differentiable`
+            reason = "the call must be outside of torch.func transforms and forward-mode AD: use backend='eager'"
+            raise UnsupportedInputError(f"{what} with backend='triton'", [reason])
+        return registered(*args)
 
-        @staticmethod
-        def forward(*flat: Any) -> Any:
-            return _without_lists(registered(*nested(flat)))
-
-        setup_context = staticmethod(save)
-        backward = staticmethod(derive)
-        vmap = staticmethod(refuse_vmap)
-        jvp = staticmethod(
-            _refuse(
-                f"a forward-mode derivative (torch.func.jvp, jacfwd, dual numbers) of {what}",
-                "the kernels have no such derivative: use backend='eager', or reverse mode",
-            )
-        )
-
-    routes: dict[str, Callable[..., Any]] = {"eager": Transformed.apply}
-
-    @constant_to_compiler
-    def route() -> str:
-        # torch.compile cannot trace `Transformed`: the graph breaks or, with fullgraph=True, an error is raised
-        if "torch._dynamo" in sys.modules and "uncompiled" not in routes:
-            routes["uncompiled"] = torch.compiler.disable(Transformed.apply, reason=_UNCOMPILED)
-        return "uncompiled" if "uncompiled" in routes else "eager"
-
-    return lambda *args: routes[route()](*flattened(args)) if in_transform() else registered(*args)
-
-
-def _without_lists(output: Any) -> Any:
-    return output if isinstance(output, Tensor) else tuple(output)
-
-
-def _refuse(what: str, reason: str) -> Callable[..., NoReturn]:
-    def refuse(*args: Any) -> NoReturn:
-        raise UnsupportedInputError(f"{what} with backend='triton'", [reason])
-
-    return refuse
+    return call
 
 
 _flop_formulas: list[tuple[Any, Callable[..., int]]] = []  # not yet registered with torch
@@ -222,9 +177,7 @@ def _in_torch_func() -> bool:
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """True if autograd may call the backward of an operator on these tensors; always True in a torch.func transform."""
-    if in_transform():
-        return True
+    """True if autograd may call the backward of an operator on these tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 

@@ -20,7 +20,7 @@ from ..errors import UnsupportedInputError
 from . import reference
 from .backends import resolve_backend, triton_unavailable_reasons
 from .descriptions import DTYPES, MAX_TOKENS, QkNorm, Rope, check_qk_norm, check_tensors, checked_rope
-from .registration import Gradient, is_exporting, operator
+from .registration import is_exporting, operator
 
 if TYPE_CHECKING:
     from ..kernels.matmul.matmul_launch import HeadStep
@@ -177,7 +177,7 @@ def _gradients(grad_output: Tensor, saved: Sequence[Tensor | None], rest: Any) -
 _SETTINGS = "Tensor?[] tensors, SymInt prefix, str norm, float eps, str over, str layout"
 _forward_kernel = operator(
     "qk_norm_rope", f"(Tensor qkv, {_SETTINGS}) -> Tensor", _forward, what=_WHAT,
-    fake=lambda qkv, *_: qkv.new_empty(qkv.shape), flop=lambda *_: 0, gradient=Gradient(_save, _gradients),
+    fake=lambda qkv, *_: qkv.new_empty(qkv.shape), flop=lambda *_: 0, save=_save, backward=_gradients,
 )  # fmt: skip
 _backward_kernel = operator(
     "qk_norm_rope_backward", f"(Tensor grad_output, Tensor? qkv, {_SETTINGS}) -> Tensor[]", _backward,
