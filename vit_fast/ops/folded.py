@@ -41,7 +41,7 @@ def fold(
     With `scales`, rounds the weights of layers with a scale to e4m3. The others have `dtype`, like the activations.
 
     Raises:
-        ValueError: the shape or a value of a scale is invalid.
+        ValueError: a scale or its reciprocal is not positive and finite.
         UnsupportedInputError: FP8 cannot run this block; lists all reasons.
     """
     from ..kernels.linear.folding import fold_linears
@@ -52,19 +52,18 @@ def fold(
     with torch.no_grad():
         t = BlockTensors._make(tensor if tensor is None else tensor.detach() for tensor in tensors)
         linears = normed_linears(t, norm, inner_norm, rope_head)
-        half = {name: linear for name, linear in linears.items() if scale_of[name] is None}
-        parts = {name: _rounded(linear, scale_of[name]) for name, linear in linears.items() if name not in half}
-        for name, folded in zip(half, fold_linears(list(half.values()), dtype) if half else ()):
-            parts[name] = {"weight": folded.weight, "bias": folded.shift, "sum": folded.weight_sum}
         new: dict[str, Any] = dict.fromkeys(_FOLDED)
-        for name, part in parts.items():
+        for (name, linear), folded in zip(linears.items(), fold_linears(list(linears.values()), dtype)):
+            part = {"weight": folded.weight, "sum": folded.weight_sum}
+            if (scale := scale_of[name]) is not None:
+                part = _rounded(linear, scale)
             if part["sum"] is None:  # RMSNorm
-                part["sum"] = part["bias"].new_empty(0)
-            new |= {f"{name}_{key}": tensor for key, tensor in part.items()}
+                part["sum"] = folded.shift.new_empty(0)
+            new |= {f"{name}_{key}": tensor for key, tensor in part.items()} | {f"{name}_bias": folded.shift}
         for name, weight, bias, of_scale in (
             ("proj", t.proj_weight, t.proj_bias, "scale1"), ("fc2", t.fc2_weight, t.fc2_bias, "scale2"),
         ):  # fmt: skip
-            if name in parts:
+            if name in linears:
                 continue
             if (scale := scale_of[name]) is None:
                 new[f"{name}_weight"] = weight.to(dtype).contiguous()
@@ -82,15 +81,10 @@ def _check_fp8(tensors: BlockTensors, scales: BlockScales, dtype: torch.dtype) -
     reasons = fp8_reasons(tensors.qkv_weight.device)
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"dtype must be float16 or bfloat16, got {dtype}")
-    if others := [name for name, tensor in list(tensors._asdict().items())[16:] if tensor is not None]:
-        reasons.append(f"{', '.join(others)} must be None: FP8 supports neither folded blocks nor norms inside the MLP")
     for name, scale in scales._asdict().items():
         if scale is None:
             continue
         width = getattr(tensors, f"{name}_weight").shape[1]
-        shape = (width,) if name in ("qkv", "fc1") else ()
-        if tuple(scale.shape) != shape:
-            raise ValueError(f"scales.{name} must have shape {shape}, got {tuple(scale.shape)}")
         factor = scale.reciprocal()  # kernels multiply by the reciprocal
         if not bool(((scale > 0) & scale.isfinite() & factor.isfinite()).all()):
             got = f"{float(scale.min()):g} to {float(scale.max()):g}"
@@ -105,22 +99,13 @@ def _check_fp8(tensors: BlockTensors, scales: BlockScales, dtype: torch.dtype) -
 
 
 def _rounded(linear: NormedLinear, scale: Tensor) -> dict[str, Any]:
-    """Folds a norm into the linear layer behind it and rounds the weight to e4m3, as `folding.py` does without FP8."""
+    """Rounds the weight of a linear layer after a norm to e4m3, with rows in the order of `folding.py`."""
     weight = linear.weight
-    shift = weight.new_zeros(weight.shape[0], dtype=torch.float64) if linear.bias is None else linear.bias.double()
     if linear.gate is not None:
-        of_gate = torch.zeros_like(shift) if linear.gate_bias is None else linear.gate_bias.double()
-        weight, shift = torch.stack((linear.gate, weight), 1).flatten(0, 1), torch.stack((of_gate, shift), 1).flatten()
-    if head_dim := linear.rope_head:  # rows j and j + D/2 of each head of q and k become adjacent
-        order = torch.arange(len(weight), device=weight.device)
-        of_qk = order[: len(order) // 3 * 2]
-        of_qk.copy_(of_qk.clone().view(-1, 2, head_dim // 2).transpose(1, 2).flatten())
-        weight, shift = weight[order], shift[order]
-    if linear.beta is not None:
-        shift = shift + weight.double() @ linear.beta.double()
+        weight = torch.stack((linear.gate, weight), 1).flatten(0, 1)
+    if linear.rope_head:
+        qk, v = weight.tensor_split((len(weight) // 3 * 2,))
+        weight = torch.cat((qk.unflatten(0, (-1, 2, linear.rope_head // 2)).transpose(1, 2).flatten(0, 2), v))
     values, rows = reference.fp8_weight(weight, scale, linear.gamma)
     sums = None if linear.rms else (values / scale).sum(1).mul(rows).float()
-    return {
-        "weight": values.to(E4M3), "bias": shift.float(), "sum": sums, "factor": scale.reciprocal().contiguous(),
-        "row_scale": rows,
-    }  # fmt: skip
+    return {"weight": values.to(E4M3), "sum": sums, "factor": scale.reciprocal().contiguous(), "row_scale": rows}
