@@ -32,29 +32,22 @@ from .token_facts import NOTHING, TokenFacts, VersionsCounted, recall, remember
 
 def parts_of(block: Any) -> BlockParts:
     """Returns the block's cached parts, and re-reads the block if it changed."""
-    if torch.compiler.is_compiling():
-        traced = _outline(id(block))
-        if traced is not None:
-            return built(block, traced)
-        compiled: BlockParts = block.vit_fast_parts
-        compiled.watch.guard()
-        return compiled
-    parts: BlockParts | None = block.__dict__.get("vit_fast_parts")
-    if parts is None or not parts.watch.holds(block):
-        parts = _read(block)
-    return parts
+    return built(block, _outline(id(block))) if torch.compiler.is_compiling() else _current_parts(block)
 
 
 @constant_to_compiler
-def _outline(address: int) -> Outline | None:
+def _outline(address: int) -> Outline:
     # torch.compile calls this while it traces, and guards the id; torch 2.11 does not support a module as the argument
     block: Any = ctypes.cast(address, ctypes.py_object).value
-    parts = block.__dict__.get("vit_fast_parts")
-    if parts is None or not parts.watch.holds(block):
-        parts = _read(block)
+    parts = _current_parts(block)
     if parts.fp8 is not None and runs_whole(parts):
         parts.fp8.reader(parts)  # quantizes outside of the graph
     return outline(block, parts)
+
+
+def _current_parts(block: Any) -> BlockParts:
+    parts: BlockParts | None = block.__dict__.get("vit_fast_parts")
+    return _read(block) if parts is None or not parts.watch.holds(block) else parts
 
 
 def _read(block: Any) -> BlockParts:

@@ -76,7 +76,10 @@ class FusionReport:
             pattern, part = re.sub(r"\d+", "*", module.name), f"{module.class_name}: {module.part}"
             key = pattern, part, "fused" if module.fused else "skipped", "; ".join(module.reasons + module.notes)
             groups.setdefault(key, []).append(module.name)
-        rows = [(_joined(names), *key[1:]) for key, names in groups.items()]
+        rows = [
+            (f"{key[0]} ({len(names)})" if names[1:] else names[0] or "(the model)", *key[1:])
+            for key, names in groups.items()
+        ]
         table = [("module", "part", "result", "reasons and notes"), *rows] if rows else []
         widths = [max(len(row[i]) for row in table) for i in range(3)] if rows else []
         for row in table:
@@ -84,18 +87,3 @@ class FusionReport:
             wrapped = textwrap.wrap(row[3], 80) or [""]
             lines += [f"{left}{wrapped[0]}".rstrip(), *(" " * len(left) + text for text in wrapped[1:])]
         return "\n".join(lines)
-
-
-def _joined(names: list[str]) -> str:
-    """Joins names that differ in numbers: blocks.0.attn to blocks.11.attn become blocks.{0-11}.attn."""
-    if len(names) == 1:
-        return names[0] or "(the model)"
-    numbers = [re.findall(r"\d+", name) for name in names]
-    varying = [i for i, column in enumerate(zip(*numbers)) if len(set(column)) > 1]
-    if len(varying) != 1:
-        return f"{names[0]} and {len(names) - 1} more"
-    pieces = re.split(r"(\d+)", names[0])
-    found = sorted(int(row[varying[0]]) for row in numbers)
-    together = found == list(range(found[0], found[-1] + 1))
-    pieces[2 * varying[0] + 1] = "{" + (f"{found[0]}-{found[-1]}" if together else ",".join(map(str, found))) + "}"
-    return "".join(pieces)

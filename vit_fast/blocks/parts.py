@@ -20,7 +20,7 @@ Path = tuple[str, ...]
 Node = tuple[str, Any]  # kind and content of an object in an outline
 Outline = tuple[Node, Node, tuple[Path, ...], tuple[tuple[Path, str, Any], ...]]
 
-_LITERALS = (bool, int, float, str, type(None))
+_LITERALS = (bool, int, float, str, tuple)
 
 
 @dataclass(frozen=True)
@@ -214,8 +214,8 @@ def tensor_of(owner: nn.Module, name: str) -> Any:
 _CLASSES = {cls.__name__: cls for cls in (AttentionParts, LinearParts, MlpParts, NormParts, QkNormParts)}
 
 
-def outline(block: nn.Module, parts: BlockParts) -> Outline | None:
-    """Returns names and numbers from which `built` rebuilds the parts; None if parts contain any other object."""
+def outline(block: nn.Module, parts: BlockParts) -> Outline:
+    """Returns names and numbers from which `built` rebuilds the parts."""
     paths = {id(module): tuple(name.split(".")) if name else () for name, module in block.named_modules()}
 
     def node(value: Any) -> Node:
@@ -225,20 +225,15 @@ def outline(block: nn.Module, parts: BlockParts) -> Outline | None:
             return "tuple", tuple(map(node, value))
         if type(value) in _CLASSES.values():
             return type(value).__name__, tuple(node(getattr(value, each.name)) for each in fields(value))
-        if type(value) not in _LITERALS:
-            raise LookupError
         return "value", value
 
-    try:
-        values = tuple(
-            (paths[id(owner)], name, node(value)[1])
-            for owner, name, value in parts.watch.values
-            if type(owner) is not nn.Identity  # an Identity has no values; its class is guarded
-        )
-        modules = tuple(paths[id(module)] for module in parts.watch.modules)
-        return node(parts.attention), node(parts.mlp), modules, values
-    except LookupError:  # an object that is neither a module of the block, nor parts, nor a literal
-        return None
+    values = tuple(
+        (paths[id(owner)], name, value if isinstance(value, _LITERALS) else None)
+        for owner, name, value in parts.watch.values
+        if type(owner) is not nn.Identity  # an Identity has no values; its class is guarded
+    )
+    modules = tuple(paths[id(module)] for module in parts.watch.modules)
+    return node(parts.attention), node(parts.mlp), modules, values
 
 
 def built(block: Any, traced: Outline) -> BlockParts:
@@ -249,7 +244,7 @@ def built(block: Any, traced: Outline) -> BlockParts:
         forward_is_replaced(_at(block, path))
     for path, name, value in values:
         if getattr(_at(block, path), name, None) != value:
-            break
+            continue  # a function, which torch.compile guards too
     parts: BlockParts = block.vit_fast_parts
     return BlockParts(_built(block, attention), _built(block, mlp), (), (), parts.watch, parts.frozen, parts.fp8)
 

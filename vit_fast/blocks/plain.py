@@ -174,15 +174,3 @@ class Watch:
             if getattr(other, name, None) != value:
                 return False
         return True
-
-    def guard(self) -> None:
-        """Reads the same attributes as `holds` in code that torch.compile traces and therefore guards."""
-        for parent, _, name, child, *_ in self._plain:
-            if parent._modules.get(name) is not child or is_touched(child):
-                return
-        for parent, name, child, *_ in self._touched:
-            if parent._modules.get(name) is not child:
-                return
-        for owner, name, value in self.values:
-            if getattr(owner, name, None) != value:
-                return

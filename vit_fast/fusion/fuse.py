@@ -17,12 +17,12 @@ from ..blocks.fused import Finding, FusedContainer, FusedModule, FusedNormMlp, d
 from ..blocks.fusion_report import FusionReport, ModuleReport
 from ..blocks.plain import forward_is_replaced, forward_reasons
 from ..errors import check_type, raise_unsupported, type_name
-from ..layers import AttentionPool, PatchEmbed
+from ..layers import AttentionPool
 from ..libraries.known import form_or_reason, fused_form, is_near_attention
 from ..model import Attention, Block
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from ..quantization import fp8
-from .patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize
+from .patch_embed import FusedPatchConv, check_normalize
 
 CANNOT_NORMALIZE = "normalize cannot be folded into the patch embedding"
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
@@ -308,9 +308,6 @@ class _Walk:
             raise ValueError(f"{CANNOT_NORMALIZE}: {'; '.join(reasons)}")
         self.rows.append(_row(name, conv, FusedPatchConv.kind, notes=finding.notes))
         self.changes.append(lambda: _set_fused_class(conv, FusedPatchConv, "auto", **folded))
-        for owner in self.model.modules():
-            if type(owner) is PatchEmbed and any(part is conv for part in owner.modules()):
-                self.changes.append(functools.partial(_set_fused_class, owner, FusedPatchEmbed, "auto"))
 
     def apply(self) -> None:
         """Applies all changes; if one fails, undoes the others."""

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ..blocks.fused import Finding, FusedModule
 from ..blocks.reading import describe
-from ..layers import PatchEmbed
 
 CENTER = 128.0
 POWER = 64.0  # divides bytes and multiplies weights
@@ -26,7 +25,6 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
     """Convolution of a patch embedding for images in 0..255, uint8 or any floating dtype."""
 
     kind = "normalization"
-    equivalent = False
     vit_fast_mean: tuple[float, ...]
     vit_fast_std: tuple[float, ...]
 
@@ -55,17 +53,6 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
         return F.conv2d(
             centered, weight.to(dtype), torch.as_tensor(bias).to(dtype), self.stride, self.padding, self.dilation
         )
-
-
-class FusedPatchEmbed(FusedModule, PatchEmbed):
-    """Our patch embedding for uint8 images, which PatchEmbed rejects."""
-
-    kind = "normalization"
-    equivalent = False
-
-    def forward(self, images: Tensor) -> Any:
-        """Maps bytes [B, channels, height, width] to the result of PatchEmbed."""
-        return super().forward(images.to(self.proj.weight.dtype))
 
 
 def check_normalize(normalize: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
