@@ -48,12 +48,7 @@ class AttentionLayer(FusedModule):
         drop, q_norm, k_norm = self._bypassed()
         changed = type(drop) is not nn.Dropout or is_touched(drop) or is_touched(q_norm) or is_touched(k_norm)
         masked = attn_mask is not None and not names_keys(attn_mask)
-        return masked or is_causal or changed or self.uses_changed_scale() or bool(self.training and drop.p)
-
-    def uses_changed_scale(self) -> bool:
-        """Returns True if the scale was changed and timm, without its fused attention, uses it."""
-        own = vars(self)
-        return not own.get("fused_attn", True) and own["scale"] != type(self).head_width(self) ** -0.5
+        return masked or is_causal or changed or bool(self.training and drop.p)
 
     def _bypassed(self) -> tuple[Any, Any, Any]:
         """Reads the modules from a dictionary, because nn.Module looks up attributes in Python."""
@@ -80,7 +75,9 @@ class AttentionLayer(FusedModule):
             qkv = torch.stack([part.transpose(1, 2) for part in parts], 2)
         if rope is not None:
             qkv = qk_norm_rope(qkv, rope=rope, backend="sdpa" if learns(rope) else self.vit_fast_backend)
-        return attention_among(qkv, keys_of(attn_mask, qkv), backend=self.vit_fast_backend)
+        own = self.__dict__  # timm's fused attention ignores its scale, which a user may have changed
+        scale = None if own.get("fused_attn", True) else own["scale"]
+        return attention_among(qkv, keys_of(attn_mask, qkv), scale=scale, backend=self.vit_fast_backend)
 
     def project_out(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Maps heads [B, N, H, D] and the layer's input x [B, N, C] to the output [B, N, dim_out]."""
@@ -247,18 +244,14 @@ def read_attention(
     block.require_absent("attn.gate")
     if (groups := block.value("attn.num_kv_groups")) not in (None, 1):
         block.reasons.append(f"attn.num_kv_groups must be 1, got {groups}")
-    attention = block.at("attn")
-    form = fused_class(attention, AttentionLayer)
-    watched = block.value("attn.scale"), block.value("attn.fused_attn")
-    if all(value is not None for value in watched) and form and attention.uses_changed_scale():
-        block.reasons.append("attn.scale was changed, and attn.fused_attn is False")
     packed = block.at("attn.qkv") is not None
     own_biases = packed and block.at("attn.q_bias") is not None
     return block.attention(
         "attn", "norm1", ("attn.qkv",) if packed else ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "attn.proj",
         biases=("attn.q_bias", "attn.k_bias", "attn.v_bias") if own_biases else None,
-        qk_norm=("attn.q_norm", "attn.k_norm"), inside={"attn": form, **inside}, empty=("attn.norm",),
-        dropouts=("attn.attn_drop", "attn.proj_drop"), num_heads=block.value("attn.num_heads"),
+        qk_norm=("attn.q_norm", "attn.k_norm"), inside={"attn": fused_class(block.at("attn"), AttentionLayer), **inside},
+        empty=("attn.norm",), dropouts=("attn.attn_drop", "attn.proj_drop"), num_heads=block.value("attn.num_heads"),
+        scale=block.value("attn.scale") if block.value("attn.fused_attn") is False else None,
         rotates_halves=rotates_halves, layer_scale=layer_scale, drop_path="drop_path1",
     )  # fmt: skip
 
