@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from fused_models import SUBJECTS, timm_subject
+from fused_models import SUBJECTS
 from onnx_models import NAMES, make
 from PIL import Image
 
@@ -47,8 +47,7 @@ def test_dynamic_size_and_batch(tmp_path: Path) -> None:
 
 DYNAMIC: dict[str, Any] = {
     **{name: functools.partial(make, name) for name in ("dinov2_registers", "sincos", "timm", "transformers_vit")},
-    "timm-dinov3": SUBJECTS["timm-dinov3"].build,
-    "timm-eva02": timm_subject("eva02_tiny_patch14_224", size=28, dynamic_img_size=True).build,
+    "eva02": functools.partial(vit_fast.create_model, "eva02_tiny_patch14_224", depth=2, img_size=28),
     "transformers-dinov3": SUBJECTS["transformers-dinov3"].build,
 }
 

@@ -73,10 +73,8 @@ class ImageModel:
         """Sets the backend and, if requested, allows any image size. Restores the model at the end."""
         with contextlib.ExitStack() as undo:
             for module in self.model.modules():
-                is_own = type(module).__module__.startswith("vit_fast.")
-                for attribute in ("backend", "vit_fast_backend"):
-                    if isinstance(getattr(module, attribute, None), str) and (is_own or attribute != "backend"):
-                        switch(undo, module, attribute, backend)
+                if hasattr(module, "vit_fast_backend"):
+                    switch(undo, module, "vit_fast_backend", backend)
             self.make_exportable(undo, dynamic_size)
             yield
 

@@ -246,11 +246,12 @@ def read_attention(
         block.reasons.append(f"attn.num_kv_groups must be 1, got {groups}")
     packed = block.at("attn.qkv") is not None
     own_biases = packed and block.at("attn.q_bias") is not None
+    inside = {"attn": fused_class(block.at("attn"), AttentionLayer), **inside}
     return block.attention(
         "attn", "norm1", ("attn.qkv",) if packed else ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "attn.proj",
         biases=("attn.q_bias", "attn.k_bias", "attn.v_bias") if own_biases else None,
-        qk_norm=("attn.q_norm", "attn.k_norm"), inside={"attn": fused_class(block.at("attn"), AttentionLayer), **inside},
-        empty=("attn.norm",), dropouts=("attn.attn_drop", "attn.proj_drop"), num_heads=block.value("attn.num_heads"),
+        qk_norm=("attn.q_norm", "attn.k_norm"), inside=inside, empty=("attn.norm",),
+        dropouts=("attn.attn_drop", "attn.proj_drop"), num_heads=block.value("attn.num_heads"),
         scale=block.value("attn.scale") if block.value("attn.fused_attn") is False else None,
         rotates_halves=rotates_halves, layer_scale=layer_scale, drop_path="drop_path1",
     )  # fmt: skip

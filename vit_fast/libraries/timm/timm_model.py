@@ -8,12 +8,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ...config import DataConfig, RopeConfig, Size, ViTConfig
+from ...config import DataConfig, ViTConfig
 from ...errors import UnsupportedInputError, pair, raise_unsupported
-from ...positions import rope_of
 from ...variants import get_variant
 from ..interface.image_model import Facts, ImageModel, comes_from, switch
 from ..interface.weight_names import Converted, Rule, config_reasons, parts, rename, with_key_biases
@@ -135,11 +133,9 @@ class TimmModel(ImageModel):
             return
         what, embed = f"dynamic_size with timm's {type(model).__name__}", model.patch_embed
         if (rope := getattr(model, "rope", None)) is not None:
-            if (config := rope_config(rope)) is None:
-                reason = f"its rotary embeddings ({type(rope).__name__}) are computed for one size only"
-                raise UnsupportedInputError(what, [reason])
-            rope.get_embed = functools.partial(_positions_in_graph, config, rope)
-            undo.callback(delattr, rope, "get_embed")
+            reason = f"its rotary embeddings ({type(rope).__name__}) are computed for one size only"
+            advice = "vit_fast.create_model builds DINOv3 and EVA-02 for any size"
+            raise UnsupportedInputError(what, [f"{reason}: {advice}"])
         if model.dynamic_img_size:
             return
         from timm.layers.format import Format
@@ -149,29 +145,3 @@ class TimmModel(ImageModel):
         switch(undo, model, "dynamic_img_size", True)
         for name, value in (("strict_img_size", False), ("flatten", False), ("output_fmt", Format.NHWC)):
             switch(undo, embed, name, value)
-
-
-def rope_config(rope: Any) -> RopeConfig | None:
-    """Describes timm's module of rotary embeddings; returns None if RopeConfig cannot represent it."""
-    kind, known, fields = type(rope).__name__, False, dict[str, Any]()
-    if kind == "RotaryEmbeddingDinoV3":
-        known = rope.min_period is None and rope.normalize_coords == "separate" and not rope.grid_offset
-    elif kind == "RotaryEmbeddingCat":
-        known = getattr(rope, "grid_type", "index") == "index"
-        grid = None if rope.ref_feat_shape is None else tuple(rope.ref_feat_shape)
-        fields = {"coordinates": "index", "reference_grid": grid, "offset": rope.grid_offset}
-    if not known:
-        return None
-    return RopeConfig(
-        temperature=float(rope.temperature),
-        layout="half" if getattr(rope, "rotate_half", False) else "interleaved",  # timm 1.0.20 has no rotate_half
-        columns_first=rope.grid_indexing == "xy",
-        **fields,
-    )
-
-
-def _positions_in_graph(config: RopeConfig, rope: Any, shape: Size) -> Tensor:
-    """Computes timm's sines and cosines [rows * columns, 2 D] in the graph, where timm would insert constants."""
-    cos, sin = rope_of(config, shape, rope.dim, like=next(rope.buffers()))
-    both = torch.stack([sin, cos], -2)  # [rows * columns, 2, D/2]
-    return (both.repeat(1, 1, 2) if config.layout == "half" else both.repeat_interleave(2, -1)).flatten(1)

@@ -63,9 +63,6 @@ class FusedTower(FusedModule):
             return super().__reduce_ex__(protocol)
         return _new_tower, (type(self).original,), self.__dict__
 
-    def _get_name(self) -> str:
-        return f"Fused{type(self).__qualname__}"
-
 
 def _new_tower(original: type[nn.Module]) -> Any:
     form: Any = FORMS.of(original)

@@ -281,11 +281,8 @@ class FusedAttentionPoolingHead(FusedModule):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Maps tokens [B, N, C] to pooled [B, C]."""
-        parts = (
-            self.cls_token.expand(len(hidden_states), -1, -1),
-            self.k_proj(hidden_states),
-            self.v_proj(hidden_states),
-        )
+        query = self.cls_token.expand(len(hidden_states), -1, -1)
+        parts = query, self.k_proj(hidden_states), self.v_proj(hidden_states)
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
         pooled: Tensor = self.output_proj(attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2).flatten(1))
         return pooled
