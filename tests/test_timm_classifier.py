@@ -1,12 +1,14 @@
-"""Tests that a frozen timm classifier computes one token in its last block, unless something needs the others."""
+"""Tests that the last block of a timm classifier computes one token if nothing needs the others: frozen or compiled."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import timm
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import vit_fast
 from vit_fast.blocks.packed import pack_reasons
@@ -32,12 +34,26 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def count_flops(function: Callable[..., Any], flops: list[int]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with FlopCounterMode(display=False) as counter:
+            output = function(*args)
+        flops.append(counter.get_total_flops())
+        return output
+
+    return run
+
+
 @pytest.mark.parametrize("settings", [{}, OTHER, {"global_pool": "avg"}, {"global_pool": ""}], ids=str)
 @torch.no_grad()
 def test_outputs_match_timm(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     plain, model = build(**settings)
-    expected = plain(IMAGES)
+    flops: list[int] = []
+    expected = count_flops(plain, flops)(IMAGES)
     assert torch.equal(model(IMAGES), expected)
+    compiled = torch.compile(model, fullgraph=True, backend=lambda graph, _: count_flops(graph, flops))
+    assert_same(compiled(IMAGES), expected)
+    assert (flops[1] < 0.75 * flops[0]) == ("global_pool" not in settings), "the last of two blocks computes one token"
     assert vit_fast.freeze(model)
     computed: list[Tensor] = []
 

@@ -6,9 +6,10 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...blocks.block import run_packed_blocks
+from ...blocks.block import run_blocks, run_packed_blocks
 from ...blocks.fused import Forms, FusedContainer, FusedModule
 from ...blocks.plain import is_touched
 from ...ops.descriptions import Keys
@@ -21,7 +22,7 @@ _METHODS = ("forward_features", "forward_head", "pool")  # which a user may have
 
 
 class VisionTransformerMixin(FusedContainer):
-    """timm's VisionTransformer. Frozen for the CPU, its last block may compute only the first token."""
+    """timm's VisionTransformer. Frozen for the CPU or compiled, its last block may compute only the first token."""
 
     @classmethod
     def fits(cls, module: Any, blocks: Collection[nn.Module]) -> bool:
@@ -33,13 +34,12 @@ class VisionTransformerMixin(FusedContainer):
             output: Tensor = timms.forward(x, *masks, **options)
         else:
             tokens = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))
-            first = run_packed_blocks(self.blocks, tokens, outputs=1)
-            output = self.forward_head(self.norm(self.blocks(tokens) if first is None else first))
+            output = self.forward_head(self.norm(_run_for_one_token(self.blocks, tokens)))
         return output
 
     def _reads_one_token(self) -> bool:
         tower: Any = self
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or tower.training:
+        if torch.is_grad_enabled() or tower.training or is_exporting():
             return False
         if tower.global_pool != "token" or tower.attn_pool is not None or not isinstance(tower.blocks, nn.Sequential):
             return False
@@ -47,6 +47,25 @@ class VisionTransformerMixin(FusedContainer):
         if any(name in vars(self) or getattr(cls, name).__module__ != cls.original.__module__ for name in _METHODS):
             return False
         return not any(part._forward_hooks or is_touched(part) for part in (tower.blocks, tower.norm))
+
+
+def _run_for_one_token(blocks: Any, x: Tensor) -> Any:
+    """Runs blocks on [B, N, C]; returns the first token [B, 1, C], or all if the last block needs its own forward."""
+    if not torch.compiler.is_compiling():
+        output = run_packed_blocks(blocks, x, outputs=1)
+        return blocks(x) if output is None else output
+    *others, last = blocks
+    attn, changed = last.attn, last._forward_hooks or is_touched(last)
+    parts = None if changed or last.vit_fast_backend != "sdpa" else last.ready()
+    if parts is None or parts.attention is None or parts.fp8 is not None or attn.needs_original_forward(None, False):
+        return blocks(x)
+    x = run_blocks(others, x)
+    normed = last.norm1(x)
+    q, k, v = attn.packed(normed).transpose(1, 3).unbind(2)
+    q, k = attn.q_norm(q[:, :, :1]).to(v.dtype), attn.k_norm(k).to(v.dtype)
+    mixed = F.scaled_dot_product_attention(q, k, v, scale=parts.attention.scale).transpose(1, 2)
+    x = x[:, :1] + last.drop_path1(last.ls1(attn.project_out(mixed, normed[:, :1])))
+    return x + last.drop_path2(last.ls2(last.mlp(last.norm2(x))))
 
 
 class NaFlexVitMixin(FusedModule):
