@@ -1,155 +1,58 @@
-"""Compares the launches of a replayed plan with those of the same call without a plan, under the stand-in driver.
+"""Tests of launches and launch plans under the stand-in driver, which needs a process of its own.
 
-    python tests/planned_launches.py sm_90 1    # architecture; every n-th case
+    VIT_FAST_EXECUTE=sm_90 python tests/planned_launches.py 1    # every n-th case; 0: only the rules
 
-A plan must launch the same kernels with the same grids and arguments, also if inputs have other addresses than in the
-recording. Only buffers that the operator allocates may move. All launches and tensor maps must be legal.
+The driver rejects illegal launches and tensor maps. It runs no kernels: test_executed_kernels.py compares results.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
+import triton
+from kernel_execution import KERNEL_ARCH
+from kernel_support import LAYOUTS, strided
+from mlp_support import make_block, make_case
 from our_operators import calls_of, each_tensor
+from test_operators import CALLS
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from triton.backends.nvidia import driver as nvidia
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vit_fast import ops
-from vit_fast.kernels import plan
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.kernels import launch, plan
 from vit_fast.kernels.device import reads_descriptors, starts_early
 from vit_fast.kernels.inspect import stand_in_driver
-from vit_fast.ops import Norm, QkNorm, Rope
+from vit_fast.kernels.launch import Launch
 from vit_fast.ops.backends import fp8_reasons
-from vit_fast.ops.block import fused_block
-from vit_fast.ops.descriptions import BlockScales, BlockTensors, Keys
-from vit_fast.ops.folded import fold
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Arguments = tuple[Any, ...]
 Call = Callable[[], Tensor]
 
 
-def zeros(*shape: int, dtype: torch.dtype = BF16, offset: int = 0) -> Tensor:
-    """Returns zeros that start `offset` elements after an aligned address."""
-    size = torch.Size(shape)
-    return torch.zeros(size.numel() + offset, dtype=dtype)[offset:].view(size)
-
-
-class Address(int):
-    """A launch argument that is an address."""
-
-
-tapes = threading.local()
-
-
-def listen() -> None:
-    """Records the arguments of Triton's C launcher; must be called before any kernel is compiled."""
-    wrap = nvidia.wrap_handle_tensordesc
-
-    def wrap_taped(launcher: Any, *args: Any) -> Any:
-        def taped(*arguments: Any) -> None:
-            *front, last = arguments
-            if isinstance(last, list | tuple):  # triton 3.7: [..., declarations, signature, arguments]
-                declared = front.pop(-2)
-                last = list(_declared(declared, last))
-            getattr(tapes, "tape", []).append((launcher, *front, last))
-            launcher(*arguments)
-
-        return wrap(taped, *args)
-
-    nvidia.wrap_handle_tensordesc = wrap_taped
-
-
-def _declared(declarations: Any, arguments: Any) -> Iterator[Any]:
-    """Yields the arguments that the C launcher of triton 3.7 passes to a kernel, as declared by PyKernelArg structs."""
-    for declaration, value in zip(declarations, arguments, strict=True):
-        address = id(declaration) + object.__basicsize__
-        kind = ctypes.c_int.from_address(address + 8).value
-        if kind == nvidia.ARG_TUPLE:
-            yield from _declared(ctypes.py_object.from_address(address).value, value)
-        elif kind == nvidia.ARG_KERNEL:
-            yield value
-
-
-def taped(call: Callable[[], Any]) -> tuple[list[list[Any]], Any]:
-    """Returns the flat arguments of each launch of a call, and its result."""
-    tapes.tape = []
-    result = call()
-    return [list(_flattened(arguments)) for arguments in tapes.tape], result
-
-
-def _flattened(arguments: Any) -> Iterator[Any]:
-    for value in arguments:
-        if isinstance(value, list | tuple):
-            yield from _flattened(value)
-        elif type(value).__name__ == "PyCUtensorMap":
-            words = ctypes.string_at(id(value) + type(value).__basicsize__ - 128, 128)
-            yield Address(int.from_bytes(words[:8], "little"))
-            yield words[8:]
-        else:
-            yield Address(value.data_ptr()) if isinstance(value, Tensor) else value
+def hold(operator: Any, arguments: Arguments) -> None:
+    """Runs an operator without a plan, records its plan, and replays it, also with inputs at other addresses."""
+    plan.forget()
+    moved = each_tensor(elsewhere, arguments)
+    first, *others = [described(operator(*given)) for given in (arguments, arguments, arguments, moved)]
+    assert all(result == first for result in others)
+    assert len(plan.plans()) == 1 and plan.plans() != [None], operator
 
 
 def described(result: Any) -> list[tuple[Any, ...]]:
     return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in pytree.tree_leaves(result)]
-
-
-def keep_what_is_recorded() -> list[Tensor]:
-    """Keeps all tensors of recordings alive, so that they have different addresses."""
-    kept: list[Tensor] = []
-    add = plan._Recorder._add
-
-    def add_and_keep(self: Any, tensor: Tensor, kind: str) -> None:
-        kept.append(tensor)
-        add(self, tensor, kind)
-
-    plan._Recorder._add = add_and_keep  # type: ignore[method-assign]  # a spy
-    return kept
-
-
-def assert_same(ordinary: list[list[Any]], planned: list[list[Any]], inputs: Arguments) -> None:
-    """Asserts equal launches, and equal addresses of inputs; other addresses must map one to one."""
-    assert len(ordinary) == len(planned) > 0
-    spans = [
-        range(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
-        for tensor in pytree.tree_leaves(inputs)
-        if isinstance(tensor, Tensor) and tensor.is_contiguous()
-    ]
-    moved: dict[int, int] = {}
-    for expected, found in zip(ordinary, planned):
-        assert len(expected) == len(found)
-        for before, after in zip(expected, found):
-            if isinstance(before, Address) and not any(before in span for span in spans):
-                assert moved.setdefault(before, after) == after
-                assert before % 16 == after % 16
-            else:
-                assert before == after, (before, after)
-
-
-def hold(operator: Any, arguments: Arguments, kept: list[Tensor]) -> None:
-    """Compares a replay with the call without a plan, at the same and at other addresses."""
-    plan.forget()
-    operator(*arguments)  # compiles the kernels; records nothing
-    ordinary, made = taped(lambda: operator(*arguments))
-    assert plan.plans() != [None], operator
-    replayed, again = taped(lambda: operator(*arguments))
-    assert_same(ordinary, replayed, arguments)
-    assert described(made) == described(again)
-    moved = each_tensor(elsewhere, arguments)
-    replayed, _ = taped(lambda: operator(*moved))
-    assert len(plan.plans()) == 1
-    plan.forget()
-    operator(*moved)
-    ordinary, _ = taped(lambda: operator(*moved))
-    assert_same(ordinary, replayed, moved)
-    kept.clear()
 
 
 def elsewhere(tensor: Tensor) -> Tensor:
@@ -161,115 +64,25 @@ def elsewhere(tensor: Tensor) -> Tensor:
 
 
 def cases() -> Iterator[Call]:
-    """Yields MLPs and attention: half precision, fp32, fp32 parameters, unaligned, repeated and copied inputs."""
-    bounds, half = torch.tensor([0, 9, 9, 17], dtype=torch.int32), torch.zeros(4, 18, dtype=torch.int32)[:, 1]
-    for rows, width, hidden, dtype, weights, offset in (
-        (17, 64, 128, BF16, BF16, 0),
-        (34, 72, 200, BF16, FP32, 0),
-        (16, 64, 128, FP32, FP32, 0),
-        (5, 70, 201, BF16, BF16, 1),
-    ):
-        x = zeros(rows, width, dtype=dtype, offset=offset).requires_grad_()
-        vectors = [zeros(width, dtype=weights) for _ in range(4)]
-        fc1, fc2, bias1 = (zeros(*s, dtype=weights) for s in ((hidden, width), (width, hidden), (hidden,)))
-        absent: Any = (None,) * 7
-        mlp = BlockTensors(*absent, *vectors[:2], fc1, bias1, fc2, vectors[2], vectors[3])
-        inside = mlp._replace(
-            scale2=None, gate_weight=zeros(hidden, width, dtype=weights), gate_bias=bias1, inner_weight=bias1,
-            inner_bias=bias1,
-        )  # fmt: skip
-        for tensors, inner in ((mlp, None), (inside, ("layer_norm", 1e-6))):
-            yield lambda x=x, t=tensors, inner=inner: fused_block(
-                x, None, t, eps=(0.0, 1e-6), inner_norm=inner, next_statistics=True
-            )[0]
-        qkv = zeros(2, 17, 3, 2, 64, dtype=dtype, offset=offset).requires_grad_()
-        yield lambda qkv=qkv: ops.attention_qkvpacked(qkv, backend="triton")
-        one = zeros(2, 2, 17, 64, dtype=dtype).requires_grad_()
-        for triple in (qkv.transpose(1, 3).unbind(2), (one, one, one)):
-            yield lambda triple=triple: ops.attention(*triple, backend="triton")
-        for keep in (torch.ones(2, 17, dtype=torch.bool), torch.ones(2, 34, dtype=torch.bool)[:, ::2]):
-            yield lambda one=one, keep=keep: ops.attention(one, one, one, key_mask=keep, backend="triton")
-        packed = zeros(20, 3, 2, 64, dtype=dtype, offset=offset).requires_grad_()
-        for sequences in (bounds, half):
-            yield lambda p=packed, s=sequences: ops.attention_varlen_qkvpacked(p, s, 9, backend="triton")
-        yield lambda p=packed: ops.attention_varlen(*p.unbind(1), bounds, 9, backend="triton")
+    """Yields a call of every operator, and calls with unaligned, expanded and repeated inputs."""
+    yield from (call for name, call in CALLS.items() if "FP8" not in name or not fp8_reasons(torch.device("cpu")))
+    for layout in LAYOUTS:
+        one = strided(layout, (2, 2, 17, 64), BF16).requires_grad_()
+        yield partial(ops.attention, one, one, one, backend="triton")
+    other_dtype = make_case(34, 72, 200, BF16).to(BF16, FP32)
+    for case in (make_case(5, 70, 201, BF16), other_dtype, make_block(BF16, leading=())):
+        yield lambda case=case: case.fused(next_statistics=True)[0]
 
 
-def shape_cases() -> Iterator[Call]:
-    """Yields attention and MLPs of many sizes; one query for the whole batch, with stride 0."""
+def calls_of_many_sizes() -> Iterator[Call]:
     for head_dim, tokens, dtype in (
         *product((16, 32, 64, 72, 80, 96, 128), (1, 50, 197, 577), (BF16,)),
         *product((64, 80), (1, 197), (FP32, torch.float16)),
     ):
-        qkv = zeros(2, tokens, 3, 2, head_dim, dtype=dtype).requires_grad_()
-        yield lambda qkv=qkv: ops.attention_qkvpacked(qkv, backend="triton")
-    q, (k, v) = zeros(1, 2, 16, 64).expand(4, -1, -1, -1), zeros(2, 4, 2, 50, 64).requires_grad_()
-    yield lambda: ops.attention(q, k, v, backend="triton")
-    sizes = product((1, 2, 15, 16, 394), ((192, 768), (70, 201)), (BF16, FP32))
-    for rows, (width, hidden), dtype in sizes:
-        shapes = (rows, width), (width,), (width,), (hidden, width), (hidden,), (width, hidden), (width,)
-        tensors = [zeros(*shape, dtype=dtype).requires_grad_() for shape in shapes]
-        yield lambda tensors=tensors: ops.layer_norm_mlp(*tensors, backend="triton")
-
-
-def block_cases() -> Iterator[Call]:
-    """Yields blocks, half blocks and folded blocks, in half precision, with fp32 parameters, and in fp32."""
-    shapes = (64,), (64,), (192, 64), (192,), (64, 64), (64,), (64,), (64,), (64,), (128, 64), (128,), (64, 128)
-    for dtype, weights in ((BF16, BF16), (BF16, FP32), (FP32, FP32)):
-        x = zeros(1, 17, 64, dtype=dtype).requires_grad_()
-        t = BlockTensors(*(zeros(*shape, dtype=weights) for shape in (*shapes, (64,), (64,))))
-        options = {"heads": 1, "eps": (1e-6, 1e-5), "next_statistics": True}
-        first = BlockTensors(*t[:7], *(None,) * 7)  # type: ignore[arg-type]  # a half
-        for given in (t, first):
-            yield lambda x=x, given=given, o=options: fused_block(x, None, given, **o)[0]
-        yield lambda x=x, t=t, d=dtype, o=options: fused_block(x.detach(), None, fold(t, d), **o)[0]
-
-
-def modern_cases() -> Iterator[Call]:
-    """Yields gated blocks with RMSNorm, rotary embeddings, qk-norm, and padded or packed images."""
-    C, F = 64, 128
-    table, vector = zeros(16, 32, dtype=FP32), zeros(64)
-    t = BlockTensors(
-        zeros(C), None, zeros(3 * C, C), zeros(3 * C), zeros(C, C), zeros(C), zeros(C), zeros(C), None, zeros(F, C),
-        zeros(F), zeros(C, F), zeros(C), zeros(C), zeros(F, C), zeros(F),
-    )  # fmt: skip
-    inside = t._replace(inner_weight=zeros(F), inner_bias=zeros(F))
-    half, interleaved = Rope(table, table, 1), Rope(table, table, 1, "interleaved")
-    normed = QkNorm(Norm(vector, kind="rms_norm"), Norm(vector, kind="rms_norm"))
-    packed = Keys(torch.tensor([0, 9, 9, 17], dtype=torch.int32), 9)
-    padded = Keys(mask=torch.ones(2, 17, dtype=torch.bool))
-    for tensors, options in (
-        (t, {"rope": half}),
-        (t, {"rope": interleaved, "qk_norm": normed}),
-        (t, {"rope": interleaved, "keys": padded}),
-        (t, {"rope": half, "keys": packed}),
-        (inside, {"rope": half, "inner_norm": ("layer_norm", 1e-6)}),
-    ):
-        x = zeros(1 if options.get("keys") is packed else 2, 17, C).requires_grad_()
-        options |= {"heads": 1, "eps": (1e-6, 1e-5), "norm": "rms_norm", "activation": "silu", "next_statistics": True}
-        yield lambda x=x, tensors=tensors, options=options: fused_block(x, None, tensors, **options)[0]
-
-
-def fp8_block() -> tuple[Tensor, Any, dict[str, Any]]:
-    """Returns arguments of `fused_block`: x, a quantized block, and options."""
-    x, ones = zeros(2, 17, 64), torch.ones(64)
-    tensors = BlockTensors(
-        None, None, zeros(192, 64), zeros(192), zeros(64, 64), zeros(64), zeros(64), None, None, zeros(128, 64),
-        zeros(128), zeros(64, 128), zeros(64), zeros(64),
-    )  # fmt: skip
-    block = fold(tensors, BF16, scales=BlockScales(ones, ones[0], ones, ones[0]))
-    return x, block, {"heads": 1, "eps": (1e-6, 1e-6), "next_statistics": True, "next_factor": ones}
-
-
-def fp8_cases() -> Iterator[Call]:
-    """Yields two consecutive blocks in e4m3."""
-    x, block, options = fp8_block()
-
-    def two() -> Tensor:
-        y, statistics, x8 = fused_block(x, None, block, **options)
-        return fused_block(y, statistics, block, x8=x8, **options)[0]
-
-    yield two
+        qkv = torch.zeros(2, tokens, 3, 2, head_dim, dtype=dtype, requires_grad=True)
+        yield partial(ops.attention_qkvpacked, qkv, backend="triton")
+    for rows, (width, hidden), dtype in product((1, 2, 15, 16, 394), ((192, 768), (70, 201)), (BF16, FP32)):
+        yield partial(make_case(rows, width, hidden, dtype).forward, "triton")
 
 
 def calls(case: Call) -> list[tuple[Any, Arguments]]:
@@ -278,26 +91,227 @@ def calls(case: Call) -> list[tuple[Any, Arguments]]:
     def run() -> None:
         out = case()
         if out.requires_grad:
-            out.backward(torch.zeros_like(out))
+            out.backward(torch.randn_like(out))
 
     return [(operator, each_tensor(Tensor.detach, arguments)) for operator, arguments in calls_of(run)]
 
 
+def in_threads(work: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work) for _ in range(4)]:
+            done.result()
+
+
+@triton.jit
+def descriptor_copy(source, target):
+    target.store([0, 0], source.load([0, 0]))
+
+
+@triton.jit
+def scaled_copy(source, target, n, scale, flag, SIZE: triton.language.constexpr):
+    lane = triton.language.arange(0, SIZE)
+    value = triton.language.load(source + lane, mask=lane < n) * scale
+    triton.language.store(target + lane, value + flag, mask=lane < n)
+
+
+def a_launch(n: object = 16, scale: float = 0.5, flag: object = 3, *, size: int = 32, offset: int = 0) -> Launch:
+    args = {"source": torch.zeros(64)[offset:], "target": torch.zeros(64), "n": n, "scale": scale, "flag": flag}
+    return Launch(scaled_copy, (1,), args, {"SIZE": size})
+
+
+def a_descriptor() -> TensorDescriptor:
+    return TensorDescriptor(torch.zeros(64, 64, dtype=BF16), [64, 64], [64, 1], [16, 16])
+
+
+def refusals(driver: stand_in_driver.StandInDriver) -> None:
+    """The stand-in counts legal launches. Illegal ones raise errors and are recorded as violations."""
+    driver.reset()
+    kernel = descriptor_copy[(1,)](a_descriptor(), a_descriptor())
+    counters = driver.counters()
+    assert (counters.launches, counters.descriptors, driver.violations()) == (1, 2, [])
+    warps, clusters, *_ = kernel.packed_metadata
+    odd_stride, unaligned = a_descriptor(), a_descriptor()
+    odd_stride.strides, unaligned.base = [63, 1], torch.zeros(64 * 64 + 1, dtype=BF16)[1:]  # triton checked the others
+
+    def oversized() -> None:
+        arguments = (a_descriptor(), a_descriptor())
+        kernel.run(1, 1, 1, 0, kernel.function, (warps, clusters, 300_000), None, None, None, *arguments)
+
+    for rule, illegal in {
+        "tensor map: a stride must be": lambda: descriptor_copy[(1,)](a_descriptor(), odd_stride),
+        "tensor map: the address must be": lambda: descriptor_copy[(1,)](a_descriptor(), unaligned),
+        "descriptor_copy: the grid must be": lambda: descriptor_copy[(1, 65_536)](a_descriptor(), a_descriptor()),
+        "the shared memory exceeds the limit": oversized,
+    }.items():
+        driver.reset()
+        with pytest.raises(RuntimeError, match=rule):
+            illegal()
+        (violation,) = driver.violations()
+        assert rule in violation and driver.counters().launches == 0
+    driver.reset()
+
+
+def cached_kernels(driver: stand_in_driver.StandInDriver) -> None:
+    """Launches share a cached kernel if and only if Triton would. Threads may clear the cache at the same time."""
+
+    def compiled_for(call: Launch) -> int:
+        call.run()
+        cached = launch._ready[call._specialization(0)].compiled
+        assert cached is call._run_by_triton()
+        return id(cached)
+
+    first = compiled_for(a_launch())
+    assert compiled_for(a_launch(n=32, scale=0.25)) == first
+    others = [a_launch(n=1), a_launch(n=17), a_launch(n=2**40), a_launch(flag=True), a_launch(flag=1)]
+    others += [a_launch(offset=1), a_launch(size=64)]
+    assert len({first, *map(compiled_for, others)}) == 1 + len(others)
+    most, launch.MAX_READY = launch.MAX_READY, 4
+    before = driver.counters().launches
+    in_threads(lambda: [a_launch(n=n).run() for n in range(2, 102)] and None)
+    assert driver.counters().launches == before + 400 and len(launch._ready) <= 4
+    launch.MAX_READY = most
+
+
+def first_calls() -> None:
+    """If several threads launch a new kernel, one of them compiles it."""
+    compiling: list[int] = []
+    together: list[int] = []
+
+    def hook(**_: object) -> None:
+        compiling.append(threading.get_ident())
+        time.sleep(0.1)  # the others arrive
+        together.append(len(compiling))
+
+    triton.knobs.runtime.jit_cache_hook = hook
+    in_threads(lambda: a_launch(size=16).run())
+    triton.knobs.runtime.jit_cache_hook = None
+    assert together == [1]
+
+
+def precision() -> None:
+    """A plan with TF32 matmuls is not replayed if torch no longer allows TF32."""
+    case = make_case(16, 64, 128, FP32)
+    for setting in ("tf32", "tf32", "ieee", "tf32", "ieee"):
+        torch.backends.cuda.matmul.fp32_precision = setting
+        refused = pytest.raises(UnsupportedInputError, match="fp32_precision='ieee'")
+        with torch.no_grad(), refused if setting == "ieee" else contextlib.nullcontext():
+            case.fused()
+    assert len(plan.plans()) == 1
+
+
+def launched_copy(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    args = {"source": x, "target": out, "n": x.numel(), "scale": 1.0, "flag": 0}
+    Launch(scaled_copy, (1,), args, {"SIZE": 64}).run()
+    return out
+
+
+def with_torch(x: Tensor, y: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Calls torch operators that return views or new tensors, write into a buffer, or take a list."""
+    room = torch.empty(2, 4)
+    torch.mul(x, factor, out=room[1])
+    room[0].copy_(y)
+    launched_copy(x)
+    joined = torch.cat([room[1], y[None, :].expand(2, 4).sum(0)])
+    return joined, room[1:], (x + y).to(BF16).view(2, 2).t()
+
+
+def torch_operators() -> None:
+    for start in (0.0, 1.0, 7.0, 8.0):
+        x, y = torch.arange(start, start + 4), torch.randn(4)
+        for found, expected in zip(plan.run(with_torch, (x, y, 3.0)), with_torch(x, y, 3.0), strict=True):
+            assert torch.equal(found, expected)
+            assert described(found) == described(expected)
+    one = torch.ones(4)
+    for factor in (3.0, 5.0, 5.0, 5.0):  # one tensor twice, another constant
+        assert torch.equal(plan.run(with_torch, (one, one, factor))[1], factor * one[None])
+    assert len(plan.plans()) == 2 and None not in plan.plans()
+
+
+FOREIGN = torch.ones(4)
+
+
+def unplannable() -> None:
+    """Functions that a replay cannot repeat run in each call."""
+    reading = (lambda x: x + FOREIGN, lambda x: x + float(x.sum()))
+    others = (lambda x: x.view(-1), lambda x: (x + 0).view(torch.int32), lambda x: (x + 1, 3))
+    x = torch.ones(4)
+    for function in (*reading, *others):
+        plan.forget()
+        for _ in range(2):
+            plan.run(function, (x,))
+        assert plan.plans() == [None], function
+    for value in (1.0, 5.0, 6.0):
+        FOREIGN.fill_(value)
+        assert torch.equal(plan.run(reading[0], (x,)), x + value)
+        assert torch.equal(plan.run(reading[1], (value * x,)), 5 * value * x)
+
+
+def hooks() -> None:
+    """Launch hooks and pre-run hooks are called for every launch, also if there is a plan."""
+    x, heard = torch.ones(32), []
+    for _ in range(3):
+        plan.run(launched_copy, (x,))
+    triton.knobs.runtime.launch_enter_hook.add(heard.append)
+    plan.run(launched_copy, (x,))
+    plan.run(launched_copy, (x[:16],))  # has no plan: nothing is recorded
+    triton.knobs.runtime.launch_enter_hook.remove(heard.append)
+    scaled_copy.add_pre_run_hook(lambda *args, **kwargs: heard.append(None))
+    plan.run(launched_copy, (x,))
+    plan.run(launched_copy, (x[:16],))
+    scaled_copy.pre_run_hooks.clear()
+    assert len(heard) == 4
+    assert len(plan.plans()) == 1
+
+
+def threads() -> None:
+    """Several threads replay one plan with different tensors, while others clear the plans."""
+
+    def work() -> None:
+        for _ in range(50):
+            x, y = torch.randn(2, 4)
+            for found, expected in zip(plan.run(with_torch, (x, y, 3.0)), with_torch(x, y, 3.0), strict=True):
+                assert torch.equal(found, expected)
+            if torch.randint(10, ()) == 0:
+                plan.forget()
+
+    in_threads(work)
+
+
+def what_is_recorded() -> None:
+    """The second call records a plan, also after a failed call. The number of plans is limited."""
+    for _ in range(3):
+        with pytest.raises(IndexError):
+            plan.run(lambda x: x[4], (torch.ones(4),))
+    for number in (0, 1, 1):
+        plan.run(launched_copy, (torch.ones(32),))
+        assert len(plan.plans()) == number
+    plan.MAX_PLANS = plan.MAX_SEEN = 4
+    for n in range(1, 20):
+        for _ in range(2):
+            plan.run(launched_copy, (torch.ones(n),))
+        assert 1 <= len(plan.plans()) <= 4 and len(plan._seen) <= 4
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    listen()
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    arch, every = sys.argv[1], int(sys.argv[2])
-    driver = stand_in_driver.install(arch)
-    in_fp8 = () if fp8_reasons(torch.device("cpu")) else fp8_cases()
-    chosen = [*cases(), *block_cases(), *modern_cases(), *in_fp8, *shape_cases()][::every]
-    found = [call for case in chosen for call in calls(case)]
-    kept = keep_what_is_recorded()
-    for operator, arguments in found:
-        hold(operator, arguments, kept)
+    assert KERNEL_ARCH is not None
+    driver = stand_in_driver.install(KERNEL_ARCH)
+    if every := int(sys.argv[1]):
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        chosen = [*cases(), *calls_of_many_sizes()][::every]
+        for operator, arguments in [call for case in chosen for call in calls(case)]:
+            hold(operator, arguments)
+        assert bool(driver.counters().dependent) == starts_early(KERNEL_ARCH)
+        assert bool(driver.counters().descriptors) == reads_descriptors(KERNEL_ARCH)
+    else:
+        first_calls()
+        refusals(driver)
+        cached_kernels(driver)
+        for rule in (precision, torch_operators, unplannable, hooks, threads, what_is_recorded):
+            plan.forget()
+            rule()
     assert driver.violations() == []
-    assert bool(driver.counters().dependent) == starts_early(arch)
-    assert bool(driver.counters().descriptors) == reads_descriptors(arch)
     sys.stdout.write("ok")
 
 
