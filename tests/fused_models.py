@@ -181,13 +181,7 @@ SUBJECTS: dict[str, Subject] = {
 }  # fmt: skip
 
 
-LIBRARIES = {
-    "timm": "timm-vit",
-    "timm-rotary": "timm-dinov3",
-    "transformers": "transformers-vit",
-    "torchvision": "torchvision-vit",
-    "vit-fast": "vit-fast",
-}
+LIBRARIES = ("timm-vit", "timm-dinov3", "transformers-vit", "torchvision-vit", "vit-fast")
 
 
 def gradients(subject: Subject, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -44,7 +44,7 @@ def train() -> None:
     torchvision_cpu.install_import_hook()
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
-    for name in LIBRARIES.values():
+    for name in LIBRARIES:
         subject = SUBJECTS[name]
         original, inputs = subject.build(), subject.inputs()
         ((argument, pixels),) = inputs.items()

@@ -27,7 +27,7 @@ every_library = pytest.mark.parametrize("library", LIBRARIES)
 
 def fused(library: str, backend: str = "sdpa") -> tuple[Subject, nn.Module, dict[str, Tensor], Tensor]:
     """Returns a fused model in evaluation mode, its inputs, and its output before fuse."""
-    subject = SUBJECTS[LIBRARIES[library]]
+    subject = SUBJECTS[library]
     model, inputs = subject.build().eval(), subject.inputs()
     with torch.no_grad():
         expected = subject.run(model, inputs)
@@ -37,7 +37,7 @@ def fused(library: str, backend: str = "sdpa") -> tuple[Subject, nn.Module, dict
     return subject, model, inputs, expected
 
 
-@pytest.mark.fast_cases("torchvision-sdpa", "vit-fast-auto")
+@pytest.mark.fast_cases("torchvision-vit-sdpa", "vit-fast-auto")
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
 @every_library
 def test_compile_without_a_graph_break(library: str, backend: str) -> None:
@@ -51,7 +51,7 @@ def test_compile_without_a_graph_break(library: str, backend: str) -> None:
     assert_same_results(gradients(subject, compiled, inputs), expected)
 
 
-@pytest.mark.fast_cases("transformers")
+@pytest.mark.fast_cases("transformers-vit")
 @every_library
 def test_the_kernels_compile_without_a_graph_break(library: str) -> None:
     """A block runs as one operator, also when frozen; then the compiled model follows changes of the weights."""
@@ -73,7 +73,9 @@ def test_the_kernels_compile_without_a_graph_break(library: str) -> None:
             torch.testing.assert_close(subject.run(compiled, inputs), current, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.fast_cases("timm-triton-False", "transformers-sdpa-False", "torchvision-sdpa-False", "vit-fast-sdpa-False")
+@pytest.mark.fast_cases(
+    "timm-vit-triton-False", "transformers-vit-sdpa-False", "torchvision-vit-sdpa-False", "vit-fast-sdpa-False"
+)  # fmt: skip
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
 @every_library
@@ -123,10 +125,12 @@ def test_gradient_checkpointing_of_the_library(library: str) -> None:
     calls: list[int] = []
     norm = next(module for module in model.modules() if isinstance(module, nn.LayerNorm))
     norm.register_forward_hook(lambda *_: calls.append(1))
-    if library == "torchvision":  # it has no option: torch's checkpoint_sequential does not checkpoint the last segment
+    if (
+        library == "torchvision-vit"
+    ):  # it has no option: torch's checkpoint_sequential does not checkpoint the last segment
         blocks = model.encoder.layers
         model.encoder.layers.forward = lambda x: checkpoint_sequential(blocks, 2, x, use_reentrant=False)
-    elif library == "transformers":
+    elif library == "transformers-vit":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         model.set_grad_checkpointing(True)
@@ -153,7 +157,7 @@ def test_a_copy_is_fused_and_independent(library: str, copied: Callable[[nn.Modu
 @pytest.mark.slow
 def test_a_saved_model_loads_in_a_new_process(tmp_path: Path) -> None:
     """Fused classes of transformers are created on demand, so unpickling must find them by name."""
-    subject, model, inputs, _ = fused("transformers")
+    subject, model, inputs, _ = fused("transformers-vit")
     torch.save({"model": model, "inputs": inputs, "expected": subject.output(model(**inputs))}, tmp_path / "saved.pt")
     load = (
         "import sys, torchvision_cpu; torchvision_cpu.install_import_hook(); import torch; "

@@ -33,12 +33,12 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def half(library: str) -> tuple[Subject, nn.Module, dict[str, Tensor]]:
-    subject = SUBJECTS[LIBRARIES[library]]
+    subject = SUBJECTS[library]
     inputs = {name: tensor.to(DEVICE, torch.bfloat16) for name, tensor in subject.inputs().items()}
     return subject, subject.build().to(DEVICE, torch.bfloat16).eval(), inputs
 
 
-@pytest.mark.fast_cases("timm-rotary", "torchvision")
+@pytest.mark.fast_cases("timm-dinov3", "torchvision-vit")
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_the_blocks_of_every_library_pass_statistics_on(library: str, received: list[bool]) -> None:
     subject, model, inputs = half(library)
@@ -68,7 +68,7 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def two_blocks(library: str = "timm") -> tuple[nn.Module, nn.Module, Tensor]:
+def two_blocks(library: str = "timm-vit") -> tuple[nn.Module, nn.Module, Tensor]:
     """Returns two fused blocks, and tokens."""
     _, model, _ = half(library)
     vit_fast.fuse(model, "triton").require_all()
@@ -123,7 +123,7 @@ def test_other_threads_and_later_calls_get_no_statistics(received: list[bool]) -
 
 
 @pytest.mark.fast_cases("False-transformers")
-@pytest.mark.parametrize("library", ["timm", "transformers"])
+@pytest.mark.parametrize("library", ["timm-vit", "transformers-vit"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_gives_the_same_gradients(library: str, reentrant: bool) -> None:
     """torch compares the tensors that both runs save for the backward; statistics are among them."""
@@ -132,7 +132,7 @@ def test_checkpointing_gives_the_same_gradients(library: str, reentrant: bool) -
     _, before = gradients(subject, copy.deepcopy(model), inputs)
     vit_fast.fuse(model, "triton").require_all()
     model.train()
-    if library == "transformers":
+    if library == "transformers-vit":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     else:
         model.set_grad_checkpointing(True)
