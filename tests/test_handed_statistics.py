@@ -97,7 +97,7 @@ def write_data(module: nn.Module, args: Any, output: Tensor) -> None:
 
 @pytest.mark.parametrize("where", ["first", "second"])
 def test_a_hook_between_blocks_drops_statistics(where: str, received: list[bool]) -> None:
-    first, second, tokens = two_blocks("transformers")
+    first, second, tokens = two_blocks("transformers-vit")
     with torch.no_grad():
         expected = second(first(tokens) * 3)
         if where == "first":
@@ -122,7 +122,7 @@ def test_other_threads_and_later_calls_get_no_statistics(received: list[bool]) -
     assert received == [False, False, False, False]
 
 
-@pytest.mark.fast_cases("False-transformers")
+@pytest.mark.fast_cases("False-transformers-vit")
 @pytest.mark.parametrize("library", ["timm-vit", "transformers-vit"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_gives_the_same_gradients(library: str, reentrant: bool) -> None:
