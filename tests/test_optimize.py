@@ -161,6 +161,10 @@ def test_incorrect_outputs_are_refused(model, images, monkeypatch) -> None:
         with pytest.raises(Refused, match=reason):
             trials.prepare(Candidate(split=3, precision=precision), 600)
     monkeypatch.undo()
+    trials = Trials(model, images, memory_limit=10)
+    trials.prepare(Candidate(), 60)
+    with pytest.raises(Refused, match="memory_limit"):
+        trials.prepare(FUSED, 60)
     dependent = Around(coupled).eval()  # a subset of the images gives another output: the whole batch is compared
     output, reference = expect(dependent, IMAGES)
     with torch.no_grad():
@@ -169,14 +173,7 @@ def test_incorrect_outputs_are_refused(model, images, monkeypatch) -> None:
         assert "error must be at most" in str(judge(halves(IMAGES), reference).reason)
 
 
-def test_memory_limit(model, images) -> None:
-    trials = Trials(model, images, memory_limit=10)
-    with pytest.raises(Refused, match="memory_limit"):
-        trials.prepare(FUSED, 60)
-    trials.prepare(Candidate(), 60)
-
-
-def test_result_and_cache(model, images, one_engine) -> None:
+def test_a_result_is_cached_saved_and_loaded(model, images, one_engine, tmp_path) -> None:
     model.train()
     how: dict[str, Any] = {"latency_or_throughput": "latency"}
     first = vit_fast.optimize(model, images, budget_s=3, **how)
@@ -187,16 +184,35 @@ def test_result_and_cache(model, images, one_engine) -> None:
     (chosen,) = (row for row in first.table if row.reason is None)
     assert chosen.candidate == first.candidate == first.model.candidate
     assert first.speedup >= 1 and not first.from_cache and "images/s" in str(first)
-    torch.testing.assert_close(first.model(images), model(images), atol=1e-4, rtol=1e-4)
 
     second = vit_fast.optimize(model, images, budget_s=3, **how)
     assert second.from_cache and second.candidate == first.candidate and second.table == ()
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    assert not [*cache.find(cache.key_of(model, images, first.cached.key["request"]))], "matmuls are rounded"
-    torch.set_float32_matmul_precision(before)
+    second.save(tmp_path / "fast.json")
+    loaded = vit_fast.load_optimized(tmp_path / "fast.json", model)
+    for optimized in (first.model, second.model, loaded):
+        torch.testing.assert_close(optimized(images), model(images), atol=1e-4, rtol=1e-4)
     assert not vit_fast.optimize(model, images[:2], budget_s=1, **how).from_cache, "another batch"
     assert not vit_fast.optimize(model, images, budget_s=1, again=True, **how).from_cache
+    (tmp_path / "bad.json").write_text("{}")
+    for file, other, message in (("fast", {"depth": 1}, "another architecture"), ("bad", {}, "format 2, got None")):
+        with pytest.raises(ValueError, match=message):
+            vit_fast.load_optimized(tmp_path / f"{file}.json", vit_fast.create_model("vit_test", **other))
+
+
+def test_keys_of_cached_results(model, images) -> None:
+    """With --allow, a result is of these weights only."""
+
+    def keys() -> list[dict[str, Any]]:
+        return [cache.key_of(model, images, {"allow": allow}) for allow in ([], ["bf16"])]
+
+    lossless, lossy = keys()
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    assert keys()[0] == lossless and keys()[1] != lossy
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    assert keys()[0] != lossless, "matmuls are rounded"
+    torch.set_float32_matmul_precision(before)
 
 
 def test_ctrl_c_ends_the_search_even_if_a_compiler_swallows_it(model, images, monkeypatch) -> None:
@@ -220,29 +236,6 @@ def test_ctrl_c_ends_the_search_even_if_a_compiler_swallows_it(model, images, mo
     assert found.candidate == Candidate() and [row.candidate for row in found.table] == [Candidate(), FUSED]
     assert found.model(images).shape == (4, 10)
     assert list(cache.all_results()) == [], "an interrupted search is not cached"
-
-
-@pytest.mark.slow
-def test_lossy_results_are_of_these_weights_only(model, images, one_engine) -> None:
-    how: dict[str, Any] = {"lossless": False, "allow": ["bf16"], "min_agreement": 0.0}
-    found = vit_fast.optimize(model, images, budget_s=60, **how)
-    assert any(row.candidate.precision == "bf16" and row.ms for row in found.table)
-    assert vit_fast.optimize(model, images, budget_s=60, **how).from_cache
-    with torch.no_grad():
-        model.head.weight.add_(1)
-    assert not vit_fast.optimize(model, images, budget_s=1, **how).from_cache
-
-
-def test_save_and_load(model, images, one_engine, tmp_path) -> None:
-    found = vit_fast.optimize(model, images, budget_s=2)
-    found.save(tmp_path / "fast.json")
-    loaded = vit_fast.load_optimized(tmp_path / "fast.json", model)
-    torch.testing.assert_close(loaded(images), model(images), atol=1e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match="another architecture"):
-        vit_fast.load_optimized(tmp_path / "fast.json", vit_fast.create_model("vit_test", depth=1))
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ValueError, match="must have format 2, got None"):
-        vit_fast.load_optimized(tmp_path / "bad.json", model)
 
 
 @pytest.mark.parametrize(
