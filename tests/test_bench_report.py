@@ -103,26 +103,20 @@ def test_the_text_names_resolution_defects_and_what_was_not_measured(record):
     assert f"| `{record['rows'][1]['candidate']} (batch 1)` |" in report.markdown(record)
 
 
-def test_a_record_that_must_not_be_cited_fills_no_document(record, tmp_path):
-    record["rows"][2]["defect"] = "1.25x the matmul ceiling"
-    record |= {"busy": ["load 7.5"], "interrupted": True}
-    (tmp_path / "r.json").write_bytes(records.to_json(record))
-    (document := tmp_path / "README.md").write_text("<!-- record: r.json -->\n<!-- /record -->\n")
-    with pytest.raises(ValueError, match=r"must not be cited: .*load 7.5") as refusal:
-        report.fill(document)
-    assert "ceiling" in str(refusal.value) and "interrupted" in str(refusal.value)
-    assert "Must not be cited" in report.render({"run": record})
-
-
-def test_blocks_of_a_document_are_filled_from_records(record, tmp_path):
-    assert report.objections(record) == []
-    (tmp_path / "r.json").write_bytes(records.to_json(record))
-    document, block = tmp_path / "README.md", "before\n<!-- record: r.json -->\n{}<!-- /record -->\n"
-    block += "<!-- summary: r.json -->\n{}<!-- /record -->"
+def test_blocks_of_a_document_are_filled_from_records_that_may_be_cited(record, tmp_path):
+    path, document = tmp_path / "r.json", tmp_path / "README.md"
+    path.write_bytes(records.to_json(record))
+    block = "before\n<!-- record: r.json -->\n{}<!-- /record -->\n<!-- summary: r.json -->\n{}<!-- /record -->"
     document.write_text(block.format("old\n", ""))
     for _ in range(2):
         report.fill(document)
         assert document.read_text() == block.format(report.markdown(record), report.summary(record))
+    record["rows"][2]["defect"] = "1.25x the matmul ceiling"
+    record |= {"busy": ["load 7.5"], "interrupted": True}
+    path.write_bytes(records.to_json(record))
+    with pytest.raises(ValueError, match=r"must not be cited: .*load 7.5.*ceiling.*interrupted"):
+        report.fill(document)
+    assert "Must not be cited" in report.render({"run": record})
 
 
 @pytest.mark.parametrize("folder", ["cpu-2core", "cpu-2core-batch-1"])
@@ -155,17 +149,14 @@ def test_other_records_are_tables_of_their_rows(tmp_path):
 def test_nothing_in_the_plot_is_cut_at_its_edges(record):
     record["machine"]["device"] = "NVIDIA GB300 NVL72 with a name of uncommon length, " + "W" * 20
     record["rows"][0]["candidate"] = "transformers+fused+compile:max-autotune"
-    record["rows"][3].update(status="failed", reason="M " * 90)
     pixels = np.asarray(Image.open(io.BytesIO(report.draw(record))).convert("L"))
-    assert pixels.min() < 128
     for edge in (pixels[:, :12], pixels[:, -12:], pixels[:12], pixels[-12:]):
-        assert edge.min() == 255
+        assert edge.min() == 255 > 128 > pixels.min()
     assert len(report.draw(record | {"rows": []})) > 5_000
 
 
-@pytest.mark.parametrize(
-    ("part", "names"),
-    {
+def test_kernels_belong_to_parts():
+    for part, names in {
         "attention": "attention_fwd_row aten::bmm aten::_softmax flash_fwd_kernel<traits<64,128>>",
         "linears": "aten::addmm matmul_layer_norm nvjet_tst_128x256_64x4_h_bz_TNT triton_tem_fused_addmm_3",
         "norms": "aten::native_layer_norm row_statistics",
@@ -173,10 +164,8 @@ def test_nothing_in_the_plot_is_cut_at_its_edges(record):
         "embedding": "aten::mkldnn_convolution sm80_xmma_fprop_implicit_conv_bf16",
         COMPILED: "triton_per_fused_add_native_layer_norm_2 cpp_fused_gelu_1 Torch-Compiled_Region:0/0",
         REST: "aten::copy_ Memcpy_HtoD aten::_convert_element_type",
-    }.items(),
-)
-def test_kernels_belong_to_parts(part, names):
-    assert {part_of(name) for name in names.split()} == {part}
+    }.items():
+        assert {part_of(name) for name in names.split()} == {part}
 
 
 @pytest.mark.usefixtures("small_ceilings")

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bench_support import NoisyClock, assert_no_speed, breaking, build, plan, rows_by_candidate, with_weights
+from command_line import run
 
 from vit_fast.benchmarks import records, runner
 from vit_fast.benchmarks.configuration import Configuration, make_configuration
@@ -41,18 +42,15 @@ def test_the_figures_of_a_record_agree() -> None:
         assert row["ms_p20"] <= row["ms"] <= row["ms_p80"] and row["repeats"] == len(row["samples_ms"]) == 4
         assert row["images_per_s"] == pytest.approx(row["batch"] / row["ms"] * 1000)
         assert row["TFLOP_per_s"] == pytest.approx(row["images_per_s"] * flops / 1e12)
-        if row["TFLOP_per_s"] <= ceiling:
-            assert row["ceiling_share"] == pytest.approx(row["TFLOP_per_s"] / ceiling)
+        assert row["defect"] or row["ceiling_share"] == pytest.approx(row["TFLOP_per_s"] / ceiling)
         assert row["max_error"] <= row["allowed_error"] < 1e-3
         assert 0.3 < row["peak_MiB"] < 20 and row["agreement"] == 1.0
-        peers = [each for each in rows if each["candidate"] in names[2:] and each["batch"] == row["batch"]]
-        best = max(peers, key=lambda peer: peer["images_per_s"])
-        assert row["best_peer"] == best["candidate"]
-        if row is not best:
-            low, high = row["ratio_interval"]
-            assert low <= high and row["verdict"] in ("faster", "slower", "no difference", "cannot be ranked")
+        best = max((r for r in rows if r["peer"] and r["batch"] == row["batch"]), key=lambda r: r["images_per_s"])
+        assert row["best_peer"] == best["candidate"] in names[2:]
         ratios = [peer_ms / own for peer_ms, own in zip(best["samples_ms"], row["samples_ms"], strict=True)]
         assert row["ratio_to_best_peer"] == pytest.approx(statistics.median(ratios))
+        low, high = row["ratio_interval"] or (0, 0)
+        assert low <= high and (row is best or row["verdict"])
     assert not record["interrupted"]
     assert [(control["batch"], len(control["ms"])) for control in record["controls"]] == [(1, 2), (4, 2)]
     assert all(one["resolution"] >= 0 and one["conditions"]["busy"] is not None for one in record["controls"])
@@ -174,40 +172,24 @@ def test_out_of_memory_halves_the_batch_of_that_candidate_only(add) -> None:
     assert [text[-7:] for text in told if "retrying" in text] == ["batch 2", "batch 1"]
 
 
-KILLED = """
-import os, sys
-from bench_support import build, named, runner
-from command_line import run
-from vit_fast.benchmarks.candidates import CANDIDATES
-
-runner.MATMUL_SIZE["cpu"], runner.COPY_BYTES["cpu"] = 64, 2**16
-deadly = lambda group: os.kill(os.getpid(), 9) if group.batch_size == 2 else build("sdpa", group)
-CANDIDATES["deadly"] = named("deadly", deadly)
-sys.exit(run("bench", *sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_run_is_resumed_and_what_kills_it_twice_is_failed(tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed_and_what_ends_it_twice_is_failed(tmp_path: Path, add) -> None:
+    """A process that exits writes as little as one that is killed."""
+    add("deadly", breaking(lambda: sys.exit(9), after=0, above=1))
     folder, resume = tmp_path / "run", ["--resume", str(tmp_path / "run")]
     first = ["--models", "vit_test", "--batch-sizes", "1,2", "--dtypes", "fp32", "--seconds", "0.05"]
     first += ["--candidates", "eager,deadly", "--out", str(folder)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    for arguments, status in ((first, -signal.SIGKILL), (resume, -signal.SIGKILL), (resume, 1)):
-        command = [sys.executable, "-c", KILLED, *arguments]
-        ended = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert ended.returncode == status, ended.stderr
-        if status < 0:
+    for arguments, status in ((first, 9), (resume, 9), (resume, 1)):
+        assert run("bench", *arguments) == status
+        if status == 9:
             assert not folder.exists()
             with pytest.raises(ValueError, match=r"run\.partial contains an unfinished run: pass --resume"):
                 records.check_folder(folder)
             with (tmp_path / "run.partial" / "rows.jsonl").open("a") as file:
                 file.write('{"kind": "row", "val')  # cut in the middle of a line
     rows = records.read_record(folder)["rows"]
-    assert {(row["candidate"], row["batch"]): row["status"] for row in rows} == {
-        ("eager", 1): "measured", ("deadly", 1): "measured", ("eager", 2): "measured", ("deadly", 2): "failed"
-    }  # fmt: skip
-    assert "the process ended twice" in rows[-1]["reason"]
+    found = [(row["candidate"], row["batch"], row["status"]) for row in rows]
+    assert found[:3] == [("eager", 1, "measured"), ("deadly", 1, "measured"), ("eager", 2, "measured")]
+    assert found[3] == ("deadly", 2, "failed") and "the process ended twice" in rows[3]["reason"]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

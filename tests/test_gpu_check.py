@@ -54,15 +54,6 @@ def test_a_job_of_bench_leaves_a_record_of_each_run(tmp_path: Path, monkeypatch)
     assert gpu_check.outcome_of([rows[0] | {"status": "skipped"}]) == "no time left"
 
 
-def test_bench_accepts_every_job() -> None:
-    for job in gpu_check.JOBS:
-        assert bool(job.tests) != bool(job.runs)
-        for request in job.runs:
-            made = make_configuration(**request | {"device": "cpu", "batch_sizes": [1]})
-            names = {candidate.name for chosen in made.candidates.values() for candidate in chosen}
-            assert any(name.startswith("triton") or name.endswith("+fused") for name in names), job.name
-
-
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_jobs_run_in_order_and_end_in_time(share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
@@ -98,14 +89,17 @@ def test_a_dry_run_and_a_machine_without_a_gpu_measure_nothing(tmp_path: Path, m
     assert "--parts must consist of tests, attention, mlp, models, got nonsense" in capsys.readouterr().err
 
 
-def test_the_selected_tests_exist() -> None:
+def test_bench_accepts_every_run_and_the_selected_tests_exist() -> None:
     """Every alternative of an expression selects a test, and every file contains a selected one."""
-    for job in (job for job in gpu_check.JOBS if job.tests):
+    for job in gpu_check.JOBS:
+        for request in job.runs:
+            made = make_configuration(**request | {"device": "cpu", "batch_sizes": [1]})
+            names = {candidate.name for chosen in made.candidates.values() for candidate in chosen}
+            assert any(name.startswith("triton") or name.endswith("+fused") for name in names), job.name
         # the options of tests/conftest.py do not exist there: pytest runs with --noconftest
-        assert not [word for word in job.tests if word.startswith("--")], job.name
-        files = [(gpu_check.ROOT / word).read_text() for word in job.tests if word.startswith("tests/")]
+        assert bool(job.tests) != bool(job.runs) and not any(word.startswith("--") for word in job.tests), job.name
         if "-k" in job.tests:
-            alternatives = job.tests[job.tests.index("-k") + 1].split(" or ")
-            words = [part.strip("(").split()[0] for part in alternatives]
+            files = [(gpu_check.ROOT / word).read_text() for word in job.tests if word.startswith("tests/")]
+            words = [part.strip("(").split()[0] for part in job.tests[job.tests.index("-k") + 1].split(" or ")]
             found = [[word for word in words if re.search(rf"^def \w*{word}", text, re.M)] for text in files]
             assert all(found) and {word for each in found for word in each} == set(words), job.name

@@ -30,9 +30,10 @@ class Simulated:
 class Machine(NoisyClock):
     """A bench with a simulated clock."""
 
+    interrupt_at_s = math.inf
+
     def __init__(self, seed: int = 0, **how: float) -> None:
         super().__init__(seed, **how)
-        self.interrupt_at_s = math.inf
         self.calls: Counter[str] = Counter()
         self.held: set[str] = set()
 
@@ -44,10 +45,9 @@ class Machine(NoisyClock):
 
     def prepare(self, candidate: Simulated, seconds: float) -> None:
         takes = math.inf if candidate.trouble == "hangs" else candidate.seconds * candidate.slower
+        self.now_s += min(takes, seconds) if candidate.changes else takes
         if takes > seconds and candidate.changes:
-            self.now_s += seconds
             raise OutOfTime(f"more than {seconds:g} s")
-        self.now_s += takes
         if candidate.trouble == "incorrect":
             raise Refused("off by 1")
         self.held.add(candidate.name)
