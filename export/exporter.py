@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,21 +102,12 @@ def export_onnx(
 
     output = output if vit.num_classes else "features"
     report = ExportReport(str(path), vit.name, vit.library, options.opset, target, precision, output)
-    started = [time.perf_counter()]
-
-    def finished(step: str) -> None:
-        started.append(time.perf_counter())
-        report.seconds[step] = round(started[-1] - started[-2], 3)
-
     with file_aside(path) as aside:
-        graph, packed = graphs.capture(vit, options)
-        finished("capture")
-        report.fusions = graphs.optimize(graph, vit, options, packed)
-        finished("optimize")
+        graph = graphs.capture(vit, options)
+        report.fusions = graphs.optimize(graph, vit, options)
         if options.is_eight_bit:
             batches, held_out = (_batches(images, vit, options) for images in (measured, verified))
             graph, report.eight_bit = quantize(graph, options, batches, held_out)
-            finished("quantize")
         if options.preprocess and vit.data_config is not None:
             batch = None if options.dynamic_batch else 1
             prepend(graph, preprocessing_model(vit.data_config, vit.image_hw, vit.in_chans, options.opset, batch))
@@ -127,14 +117,11 @@ def export_onnx(
         report.nodes = dict(graphs.count_nodes(graph).most_common())
         report.external_data = graphs.save(graph, aside, options.external_data)
         del graph
-        finished("write")
         if verify:
             report.checks, report.reference = verify_file(aside, vit, options, verified)
             report.budget = options.budget
-            finished("verify")
         if labeled is not None:
             report.accuracy = measure_accuracy(aside, vit, options, labeled)
-            finished("accuracy")
         _write_metadata(aside, vit, options, source, report)
         report.bytes = sum(part.stat().st_size for part in aside.parent.iterdir())
     if target == "tensorrt":

@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import logging
 import tempfile
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,12 +52,12 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class ExportedBlock(nn.Module):
-    """Runs a block from its parts; adds itself to `packed` if its attention reads the qkv layer's output unchanged."""
+    """Runs a block from its parts."""
 
-    def __init__(self, parts: BlockParts, options: ExportOptions, packed: set[nn.Module]) -> None:
+    def __init__(self, parts: BlockParts, options: ExportOptions) -> None:
         super().__init__()
         self._attention, self._mlp = parts.halves
-        self._options, self._packed = options, packed
+        self._options = options
         self.qkv = None
         qkv = self._attention.qkv
         if not len(qkv.weights) == len(qkv.biases) == 1:  # concatenate them once, as constants
@@ -74,9 +72,7 @@ class ExportedBlock(nn.Module):
         qkv = F.linear(reference.normalize(x, attention.norm.now()), weight, bias)
         heads = qkv.unflatten(-1, (3, attention.num_heads, -1))
         is_packed = rope is None and attention.qk_norm is None
-        if is_packed:
-            self._packed.add(self)
-        else:
+        if not is_packed:
             norm = attention.qk_norm and attention.qk_norm.now()
             heads = qk_norm_rope(heads, qk_norm=norm, rope=rope, backend="sdpa")
         scale = softmax_scale(heads, attention.scale)
@@ -172,19 +168,21 @@ class _Exported(nn.Module):
         return result.softmax(-1) if options.output == "probabilities" else result
 
 
-def capture(vit: ImageModel, options: ExportOptions) -> tuple[ir.Model, int]:
-    """Captures a model as an ONNX graph of "images" in fp32; also returns the number of blocks with packed qkv."""
+def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
+    """Captures a model as an ONNX graph of "images" in fp32."""
     if options.dtype != "fp32":
         vit = vit.copy_in(DTYPES[options.dtype])
-    vit, packed = dataclasses.replace(vit, model=sharing_copy(vit.model)), set[nn.Module]()
+    vit = dataclasses.replace(vit, model=sharing_copy(vit.model))
     blocks: list[Any] = [module for module in vit.model.modules() if isinstance(module, FusedNormMlp)]
     for block in blocks:
         parts = block.read()
         if runs_whole(parts):  # the block's own forward computes positions and masks
-            block.vit_fast_exported = ExportedBlock(parts, options, packed)
+            block.vit_fast_exported = ExportedBlock(parts, options)
             block.ready, block.is_idle = lambda parts=parts: parts, lambda: False
             block.run_as_block = block.vit_fast_exported.run_as_block
-    with vit.exporting("sdpa", options.dynamic_size), _quiet(), torch.no_grad():
+    # torch 2.11 prints what it exports; torch 2.13 warns of its own deprecated calls
+    quiet = contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore")
+    with vit.exporting("sdpa", options.dynamic_size), quiet[0], quiet[1], torch.no_grad():
         model = _to_onnx(_Exported(vit, options).eval(), vit, options)
     if (written := model.opset_imports.get("")) != options.opset:  # its converter cannot lower the newest opsets
         raise UnsupportedInputError(f"opset {options.opset}", [f"torch wrote opset {written} instead"])
@@ -199,7 +197,7 @@ def capture(vit: ImageModel, options: ExportOptions) -> tuple[ir.Model, int]:
     for value in (model.graph.inputs[0], model.graph.outputs[0]):  # torch calls the dynamic dimensions s34
         value.shape = ir.Shape([dim if isinstance(dim, int) else name for dim, name in zip(value.shape or (), names)])
     common_passes.ClearMetadataAndDocStringPass()(model)
-    return model, len(packed)
+    return model
 
 
 def _to_onnx(module: nn.Module, vit: ImageModel, options: ExportOptions) -> ir.Model:
@@ -209,7 +207,6 @@ def _to_onnx(module: nn.Module, vit: ImageModel, options: ExportOptions) -> ir.M
         height, width = height + patch_h, width + 2 * patch_w
         dimensions |= {2: patch_h * torch.export.Dim("rows"), 3: patch_w * torch.export.Dim("columns")}
     example = torch.randn(2 if options.dynamic_batch else 1, vit.in_chans, height, width)
-    exported: Any = None
     try:
         exported = torch.export.export(module, (example,), dynamic_shapes=(dimensions,), strict=False)
         exported = exported.run_decompositions(decompositions(options))
@@ -218,53 +215,24 @@ def _to_onnx(module: nn.Module, vit: ImageModel, options: ExportOptions) -> ir.M
             verbose=False,
         )  # fmt: skip
     except Exception as error:
-        reason = _failure(error, module, exported)
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = f"torch cannot export it: {type(cause).__name__}: {str(cause).strip()[:300]}".splitlines()[0]
         raise UnsupportedInputError(f"export of {vit.name}", [reason]) from error
     model: ir.Model = program.model
     return model
 
 
-def _failure(error: BaseException, model: nn.Module, exported: Any) -> str:
-    """Describes an exception of torch's exporter with the module and the operator that cause it, if they are found."""
-    names = {id(module): name.removeprefix("model.") for name, module in model.named_modules() if "." in name}
-    frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-    inside = [names[id(module)] for module in frames if id(module) in names]
-    where = f"module {inside[-1]!r}" if inside else "the model, with these dynamic dimensions,"
-    fault = "cannot be exported by torch.export"
-    while error.__cause__ is not None:
-        error = error.__cause__
-    if exported is not None:
-        where, fault = "the graph", "cannot be translated to ONNX"
-        for node in exported.graph.nodes:
-            if node.op == "call_function" and repr(node.target) in str(error):
-                (*_, (path, _)) = (node.meta.get("nn_module_stack") or {"": ("", None)}).values()
-                where = f"module {path.split('model.', 1)[-1]!r}: the operator {node.target}"
-    return f"{where} {fault}: {type(error).__name__}: {str(error).strip()[:300]}".splitlines()[0]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hides progress messages and deprecation warnings of torch's exporter."""
-    with contextlib.ExitStack() as undo:
-        for logger in map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir")):
-            undo.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.ERROR)
-        undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        undo.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        yield
-
-
-def optimize(model: ir.Model, vit: ImageModel, options: ExportOptions, packed: int) -> list[Fusion]:
+def optimize(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[Fusion]:
     """Removes transposes and, for ONNX Runtime, fuses LayerNorm and GELU, in place; returns the target's fusions."""
     # remove pairs of inverse transposes, which libraries use around attention
     rewrite(model, [transpose_transpose_rule, no_op_transpose_rule])
-    note = "the others rotate or normalize q and k, or could not be read"
-    fusions = [("packed qkv", packed, vit.depth, note)]
+    fusions: list[tuple[str, int, int, str]] = []
     if options.attention:
         fused = count_nodes(model)[options.attention]
         note = f"{vit.attentions - fused} have a mask or do not call scaled_dot_product_attention"
-        fusions.insert(0, (options.attention, fused, vit.attentions, note))
+        fusions.append((options.attention, fused, vit.attentions, note))
     if options.targets_ort:
         gelus = [node.attributes.get_string("approximate", "none") for node in model.graph if node.op_type == "Gelu"]
         fuse_bias_gelu(model)

@@ -122,7 +122,6 @@ class ExportReport:
     eight_bit: Quantized | None = None  # None for other precisions
     accuracy: Accuracy | None = None  # None without labeled images
     trtexec: str | None = None  # the command that builds a TensorRT engine from the file; None for other targets
-    seconds: dict[str, float] = field(default_factory=dict)  # duration of each step
     warnings: list[str] = field(default_factory=list)  # limitations of this file
 
     @property
@@ -165,7 +164,6 @@ class ExportReport:
             *((f"verified: {check.title()}", f"{check.line()} against {self.reference}") for check in self.checks),
             ("accuracy", self.accuracy and self.accuracy.line()),
             ("to build an engine", self.trtexec),
-            ("seconds", ", ".join(f"{step} {seconds:.1f}" for step, seconds in self.seconds.items())),
             *(("warning", warning) for warning in self.warnings),
         ]
         return two_columns(f"{self.model} -> {self.path}", [(name, text) for name, text in rows if text])

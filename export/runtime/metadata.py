@@ -45,7 +45,7 @@ def read_proto(path: str | Path) -> onnx.ModelProto:
     if not proto.HasField("graph") or not proto.graph.node or not proto.opset_import or not proto.graph.output:
         raise ModelFileError(f"{path}: not an ONNX model: it has no graph, output or opset")
     folder = path.parent.resolve()  # ONNX Runtime searches beside the given name, even if that is a link
-    unsafe = {name: reason for name, fields in _external_data(proto) if (reason := _unsafe(folder, name, fields))}
+    unsafe = {name: reason for name in _external_data(proto) if (reason := _unsafe(folder, name))}
     if unsafe:
         listed = "; ".join(f"{name!r} {reason}" for name, reason in sorted(unsafe.items()))
         raise ModelFileError(f"{path}: external data rejected: {listed}")
@@ -54,7 +54,7 @@ def read_proto(path: str | Path) -> onnx.ModelProto:
 
 def parts_of(path: Path) -> list[Path]:
     """Returns a model file and the files of its weights; raises the errors of read_proto."""
-    return [path, *(path.parent / name for name in sorted({name for name, _ in _external_data(read_proto(path))}))]
+    return [path, *(path.parent / name for name in sorted(set(_external_data(read_proto(path)))))]
 
 
 def copy_model(path: Path, target: Path) -> None:
@@ -67,8 +67,8 @@ def copy_model(path: Path, target: Path) -> None:
         shutil.copyfile(part, copy)
 
 
-def _unsafe(folder: Path, location: str, fields: dict[str, str]) -> str:
-    """Returns the reason to reject weights: outside the model's folder, behind a link, or in a file that is too short.
+def _unsafe(folder: Path, location: str) -> str:
+    """Returns the reason to reject weights: outside the model's folder, or behind a link.
 
     ONNX Runtime rejects absolute paths, ".." and symbolic links, but not hard links, which can refer to any file on the
     same disk. So this also rejects files with more than one hard link.
@@ -81,23 +81,14 @@ def _unsafe(folder: Path, location: str, fields: dict[str, str]) -> str:
         return "is reached through a symbolic link"
     if not target.is_file():
         return "does not exist" if not target.exists() else "is not a regular file"
-    if target.stat().st_nlink > 1:
-        return "is a hard link: the file has another name elsewhere"
-    try:
-        offset, length = int(fields.get("offset", 0)), int(fields.get("length", 0))
-    except ValueError:
-        return "has an offset or length that is not a number"
-    if offset < 0 or length < 0 or offset + length > target.stat().st_size:
-        return f"must have at least {offset + length} bytes, got {target.stat().st_size}"
-    return ""
+    return "is a hard link: the file has another name elsewhere" if target.stat().st_nlink > 1 else ""
 
 
-def _external_data(message: Any) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields location and other fields of all tensors with external data, wherever they are in the model."""
+def _external_data(message: Any) -> Iterator[str]:
+    """Yields the location of each tensor with external data, wherever it is in the model."""
     if isinstance(message, onnx.TensorProto):
         if message.data_location == onnx.TensorProto.EXTERNAL:
-            fields = {entry.key: entry.value for entry in message.external_data}
-            yield fields.get("location", ""), fields
+            yield {entry.key: entry.value for entry in message.external_data}.get("location", "")
         return
     for descriptor, value in message.ListFields():
         if descriptor.message_type is not None:
