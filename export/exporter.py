@@ -78,7 +78,7 @@ def export_onnx(
         VerificationError: the file does not match the model.
         QuantisationError: quantization changes the outputs too much.
         CalibrationError: activations are infinite or NaN.
-        OSError: the file cannot be written.
+        OSError: a file cannot be read or written.
     """
     check_type("model", model, nn.Module)
     path = Path(path)

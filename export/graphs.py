@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import logging
 import tempfile
 import warnings
 from collections import Counter
@@ -48,6 +49,7 @@ from .runtime.runner import open_session
 
 BATCH = "batch"
 PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20  # bytes of weights in one file: protobuf's 2 GiB, minus room for the graph
+logging.getLogger("onnxscript.optimizer").setLevel(logging.ERROR)  # it warns of each node that it does not fold
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -180,9 +182,8 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
             block.vit_fast_exported = ExportedBlock(parts, options)
             block.ready, block.is_idle = lambda parts=parts: parts, lambda: False
             block.run_as_block = block.vit_fast_exported.run_as_block
-    # torch 2.11 prints what it exports; torch 2.13 warns of its own deprecated calls
-    quiet = contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore")
-    with vit.exporting("sdpa", options.dynamic_size), quiet[0], quiet[1], torch.no_grad():
+    quiet = contextlib.redirect_stdout(io.StringIO())  # torch 2.11 prints what it exports
+    with vit.exporting("sdpa", options.dynamic_size), torch.no_grad(), quiet, warnings.catch_warnings(action="ignore"):
         model = _to_onnx(_Exported(vit, options).eval(), vit, options)
     if (written := model.opset_imports.get("")) != options.opset:  # its converter cannot lower the newest opsets
         raise UnsupportedInputError(f"opset {options.opset}", [f"torch wrote opset {written} instead"])

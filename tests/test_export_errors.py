@@ -44,7 +44,7 @@ def model() -> nn.Module:
         ({"precision": "bf16", "opset": 21}, UnsupportedInputError, "opset must be at least 22 for bf16 Conv"),
         ({"precision": "fp8", "target": "ort-cpu"}, UnsupportedInputError, "target must be .* for fp8, got ort-cpu"),
         ({"precision": "fp8", "opset": 18}, UnsupportedInputError, "opset must be at least 19 for scales in fp16"),
-        ({"validation": "absent"}, ImageError, "must be a folder with one subfolder"),
+        ({"validation": "absent"}, FileNotFoundError, "absent"),
         ({"validation": ".", "output": "features"}, UnsupportedInputError, "must output classes, got features"),
         ({"data_config": {"sharpness": 1}}, ValueError, "sharpness"),
         ({"class_names": "0123456789"}, TypeError, "class_names must be"),
@@ -88,14 +88,8 @@ def with_act(forward: Any) -> nn.Module:
             r"\(RotaryEmbeddingMixed\) are computed for one size only",
         ),
         (swin, {}, "export of .*SwinTransformer"),
-        (
-            lambda: with_act(lambda x: x if x.sum() > 0 else -x), {},
-            r"module 'blocks\.1\.mlp\.act' cannot be exported by torch.export",
-        ),
-        (
-            lambda: with_act(torch.special.airy_ai), {},
-            r"module 'blocks\.1\.mlp\.act'.*special_airy_ai.*cannot be translated to ONNX",
-        ),
+        (lambda: with_act(lambda x: x if x.sum() > 0 else -x), {}, "torch cannot export it: .* data-dependent"),
+        (lambda: with_act(torch.special.airy_ai), {}, "torch cannot export it: .*airy_ai"),
     ],
 )  # fmt: skip
 def test_models_that_cannot_be_exported(build: Any, options: Any, message: str, tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_report_and_metadata(tmp_path: Path) -> None:
     assert {name: (id(p), p.dtype) for name, p in model.named_parameters()} == before
     assert model.training and model.blocks[0].vit_fast_backend == "eager"
     content = json.loads(report.to_json())
-    assert content["verified"] and content["nodes"]["MatMul"] and content["seconds"]["verify"] > 0
+    assert content["verified"] and content["nodes"]["MatMul"]
     assert content["bytes"] == (tmp_path / "m.onnx").stat().st_size and "fp64" in str(report)
     info = inspect_onnx(tmp_path / "m.onnx")
     assert info.class_names == tuple(NAMES) and info.data_config == DataConfig() and info.output == "logits"

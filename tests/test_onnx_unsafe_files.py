@@ -127,12 +127,11 @@ def test_external_data_cannot_leave_the_folder(folder: Path, tmp_path: Path) -> 
         with pytest.raises(ModelFileError, match="external data rejected"):
             OnnxRunner(_with_location(folder, tmp_path, location))
 
-    whole, short = secret.read_bytes(), r"must have at least \d+ bytes, got \d+"
-    cases = (-5000, {}, short), (None, {"offset": "99999999999"}, short), (None, {"length": "many"}, "not a number")
-    for end, fields, message in cases:
+    whole = secret.read_bytes()
+    for end, fields in ((-5000, {}), (None, {"offset": "99999999999"}), (None, {"length": "many"})):
         weights.write_bytes(whole[:end])
-        with pytest.raises(ModelFileError, match=message):
-            OnnxRunner(_with_location(folder, tmp_path, "weights.data", **fields))
+        with pytest.raises(ModelFileError, match="ONNX Runtime cannot load it"):
+            OnnxRunner(_with_location(folder, tmp_path, "weights.data", **fields), "cpu")
     assert runs(_with_location(folder, tmp_path, "weights.data"))
 
     (path.parent / "linked").mkdir()
