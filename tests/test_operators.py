@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mlp_support import DEVICE, make_block, make_case, statistics_of
+from mlp_support import DEVICE, make_block
 from our_operators import calls_of, each_tensor
 from torch import Tensor, library
 
@@ -28,22 +28,16 @@ def _leaf(*shape: int) -> Tensor:
     return (0.4 * torch.randn(shape, device=DEVICE)).requires_grad_()
 
 
-def _mlp(
-    dtype: torch.dtype = FP32, statistics: bool = False, bare: bool = False, autocast: bool = False, **kind: Any
-) -> Tensor:
-    case = make_case(18, 32, 48, dtype, **kind)
-    case = case.but(x=case.x.detach().view(2, 9, -1).requires_grad_())
-    if bare:
-        case = case.but(norm2_weight=None, norm2_bias=None, fc1_bias=None, fc2_bias=None, scale2=None)
-    with torch.autocast(DEVICE, BF16, enabled=autocast):
-        return case.fused(statistics_of(case.x) if statistics else None, next_statistics=statistics)[0]
-
-
-def _block(dtype: torch.dtype = FP32, bare: bool = False, half: int = 0, **kind: Any) -> Tensor:
+def _block(dtype: torch.dtype = FP32, bare: bool = False, half: int = 0, autocast: bool = False, **kind: Any) -> Tensor:
+    """Runs two blocks, or one half of them twice; in bf16, the second one receives statistics."""
     case = make_block(dtype, **kind)
     if bare:
         case = case.but(**{name: None for name, leaf in case.leaves().items() if leaf.dim() == 1})
-    return (case.half(half) if half else case).fused(next_statistics=dtype == BF16)[0]
+    if half:
+        case = case.half(half)
+    with torch.autocast(DEVICE, BF16, enabled=autocast):
+        y, statistics = case.fused(next_statistics=dtype == BF16)
+        return case.but(x=y.detach().requires_grad_()).fused(statistics)[0]
 
 
 @torch.no_grad()
@@ -78,22 +72,17 @@ def _rotary(norm: str = "layer_norm", rotated: bool = True) -> Tensor:
     )  # fmt: skip
 
 
-def _packed() -> Tensor:
-    return ops.attention_qkvpacked(_leaf(2, 17, 3, 2, 16), backend="triton")
-
-
 CALLS: dict[str, Callable[[], Tensor]] = {
     "attention": lambda: ops.attention(_leaf(2, 2, 5, 32), *_leaf(2, 2, 2, 9, 32), backend="triton"),
-    "attention, packed": _packed,
+    "attention, packed": lambda: ops.attention_qkvpacked(_leaf(2, 17, 3, 2, 16), backend="triton"),
     "attention, masked": lambda: ops.attention(*_leaf(3, 2, 2, 5, 16), key_mask=KEEP, backend="triton"),
     "attention, sequences apart": lambda: ops.attention_varlen(*_leaf(3, 14, 2, 16), BOUNDS, 7, backend="triton"),
     "attention, sequences": lambda: ops.attention_varlen_qkvpacked(_leaf(14, 3, 2, 16), BOUNDS, 7, backend="triton"),
-    "mlp, autocast": lambda: _mlp(autocast=True),
-    "mlp, autocast, a branch": lambda: _mlp(autocast=True, residual=False, bare=True),
-    "mlp, bf16, statistics": lambda: _mlp(BF16, statistics=True),
-    "mlp, bare": lambda: _mlp(bare=True),
-    "mlp, gated": lambda: _mlp(BF16, gated=True),
-    "mlp, gated, a norm inside": lambda: _mlp(gated=True, inner_norm="layer_norm"),
+    "mlp, autocast": lambda: _block(half=2, autocast=True),
+    "mlp, autocast, a branch": lambda: _block(half=2, autocast=True, residual=False, bare=True),
+    "mlp, bf16": lambda: _block(BF16, half=2),
+    "mlp, gated": lambda: _block(half=2, gated=True),
+    "mlp, gated, a norm inside": lambda: _block(half=2, gated=True, inner_norm="layer_norm"),
     "block": _block,
     "block, bf16": lambda: _block(BF16),
     "block, bare": lambda: _block(bare=True),
@@ -135,7 +124,7 @@ def test_opcheck(name: str) -> None:
 def test_every_operator_has_a_flop_formula_and_few_arguments() -> None:
     from torch.utils.flop_counter import flop_registry
 
-    _packed()
+    CALLS["attention"]()
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("vit_fast::")}
     names -= {"vit_fast::exported_attention"}  # it marks attention in graphs that become ONNX
     operators = [getattr(torch.ops.vit_fast, name.removeprefix("vit_fast::").partition(".")[0]) for name in names]

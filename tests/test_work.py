@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import vit_fast
+from vit_fast.benchmarks import operators
 from vit_fast.benchmarks.models import resolve
 from vit_fast.config import RopeConfig
 from vit_fast.work import Counter, Work, total, work
@@ -49,16 +50,10 @@ def test_floor_is_the_longer_of_computing_and_moving():
     assert Work(10**9, 10**6).floor_ms(4, 1.0, 100.0) == pytest.approx(1.0)
 
 
-def test_work_by_hand() -> None:
-    """A layer of ViT-B at batch 2: q k^T and p v, and two matmuls of 394 tokens."""
-    rows = 2 * 197
-    (attention, mlp, matmul) = (
-        resolve(w)(None)[0].operator for w in ("attention:197x12x64", "mlp:197x768x3072", "matmul:197x768x3072")
-    )
-    forward = Work(4 * 2 * 12 * 197 * 197 * 64, 4 * rows * 768)
-    assert attention.parts(2, False) == {"attention": forward}
-    assert attention.parts(2, True) == {"attention": Work(forward.flop * 5 // 2, 8 * rows * 768)}
-    flop, weights = 2 * rows * 768 * 3072, 768 * 3072
-    assert mlp.parts(2, False) == {"linears": Work(2 * flop, 2 * rows * 768 + 2 * rows * 3072 + 2 * weights)}
-    assert mlp.parts(2, True) == {"linears": Work(4 * flop, 3 * rows * 768 + 6 * rows * 3072 + 4 * weights)}
-    assert matmul.parts(2, False) == {"linears": Work(flop, rows * 768 + rows * 3072 + weights)}
+@pytest.mark.parametrize("word", ["attention:7x2x16", "mlp:7x32x48"])
+def test_operators_have_the_flop_that_torch_counts(word: str) -> None:
+    operator = resolve(word)(None)[0].operator
+    model = operators.build("sdpa", operator, operator.weights(), torch.device("cpu"))
+    with torch.no_grad(), Counter() as counter:
+        model(torch.randn(2, *operator.shape))
+    assert total(operator.parts(2, False).values()).flop == counter.work.flop
