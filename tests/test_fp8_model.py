@@ -30,11 +30,13 @@ POINTS, WANTED = 0.006, 0.995
 """Accuracy that e4m3 may cost; top-1 agreement required in the tests that keep layers for it."""
 
 
+def in_bf16(name: str) -> tuple[Any, dict[str, Tensor]]:
+    model = SUBJECTS[name].build().eval().to(DEVICE, torch.bfloat16)
+    return model, {key: value.to(DEVICE, torch.bfloat16) for key, value in SUBJECTS[name].inputs().items()}
+
+
 def calibrated(name: str) -> tuple[Any, dict[str, Tensor]]:
-    """Returns a calibrated model in bf16, and its inputs."""
-    subject = SUBJECTS[name]
-    model = subject.build().eval().to(DEVICE, torch.bfloat16)
-    given = {key: value.to(DEVICE, torch.bfloat16) for key, value in subject.inputs().items()}
+    model, given = in_bf16(name)
     vit_fast.calibrate(model, next(iter(given.values())))
     return model, given
 
@@ -63,19 +65,29 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", ["vit-fast", "timm-vit", "timm-dinov3", "timm-gated", "transformers-vit", "torchvision-vit"]
+    "name",
+    ["vit-fast", "timm-vit", "timm-dinov3", "timm-gated", "transformers-vit", "transformers-dinov3", "torchvision-vit"],
 )
 @torch.no_grad()
 def test_models_of_every_library_match_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, given = calibrated(name)
-    subject, run, in_e4m3 = SUBJECTS[name], fp8_scales.fused_block, []
+    (model, given), subject = in_bf16(name), SUBJECTS[name]
+    names, half = dict(model.named_modules()), subject.run(model, given)
+    linears = vit_fast.calibrate(model, next(iter(given.values()))).linears
+    assert torch.equal(subject.run(model, given), half), "calibrate adds nothing but buffers"
+    assert len(linears) == 2 * len(fp8_scales.LINEARS) and all(1e-4 < linear.error < 0.1 for linear in linears)
+    for linear in linears:
+        assert isinstance(names[linear.name.removesuffix(".in_proj")], nn.Linear | nn.MultiheadAttention)
+    for scale in (scale for part in model.modules() if isinstance(part, Fp8Scales) for scale in part.all()):
+        assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5)), "powers of two"
+
+    run, in_e4m3 = fp8_scales.fused_block, []
 
     def noted(*args: Any, **options: Any) -> Any:
         in_e4m3.append(options["x8"] is not None)
         return run(*args, **options)
 
     monkeypatch.setattr(fp8_scales, "fused_block", noted)
-    half, expected = subject.run(model, given), subject.run(emulated(model), given)
+    expected = subject.run(emulated(model), given)
     report = fuse(model, precision="fp8")
     assert report.precision == "fp8" and "in e4m3: qkv, proj, fc1, fc2" in str(report)
     found, again = (subject.run(model, given) for _ in range(2))
@@ -213,23 +225,14 @@ def test_a_forward_that_is_not_inference_raises(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_blocks_that_the_kernels_do_not_run_stay_in_half_precision() -> None:
-    subject = SUBJECTS["timm-vit"]
-    model = subject.build().eval().to(DEVICE, torch.bfloat16)
+def test_blocks_and_calls_that_the_kernels_do_not_run_stay_in_half_precision() -> None:
+    model, given = in_bf16("timm-vit")
     model.blocks[1].mlp.norm = nn.LayerNorm(model.blocks[1].mlp.fc2.in_features).to(DEVICE, torch.bfloat16)
-    x = subject.inputs()["x"].to(DEVICE, torch.bfloat16)
-    vit_fast.calibrate(model, x)
+    vit_fast.calibrate(model, given["x"])
     assert "in e4m3: qkv, proj, fc1, fc2" in str(fuse(model, precision="fp8")) and scales_of(model.blocks[1]) is None
-    assert torch.isfinite(model(x)).all()
-
-
-@torch.no_grad()
-def test_calls_that_the_kernels_do_not_run_use_half_precision() -> None:
-    hooked, given = in_fp8("timm-vit")
     seen: list[int] = []
-    hooked.blocks[0].mlp.fc2.register_forward_hook(lambda *_: seen.append(1))
-    hooked(**given)
-    assert seen, "a block with a hook runs its original forward"
+    model.blocks[0].mlp.fc2.register_forward_hook(lambda *_: seen.append(1))
+    assert torch.isfinite(model(**given)).all() and seen, "a block with a hook runs its original forward"
     model, _ = calibrated("vit-fast")
     half: Any = copy.deepcopy(model)
     fuse(half, "triton")
@@ -292,6 +295,12 @@ def test_massive_activations_cost_no_accuracy(massive: float) -> None:
     vit_fast.calibrate(model, inputs()[:64])
     share = agreement(model, labels)
     assert share > 0.95 and agreement(emulated(model, chosen(model, ())), labels) >= share - POINTS
+
+
+@pytest.mark.slow
+def test_channels_beyond_the_range_of_e4m3_are_smoothed() -> None:
+    first, *_ = vit_fast.calibrate(digits_vit(massive=1e5), inputs()[:16]).linears
+    assert first.smoothed and first.error < 0.1
 
 
 @pytest.mark.fast_cases("1.0")
