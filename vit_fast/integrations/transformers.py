@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from ..errors import UnsupportedInputError, check_type
+from ..errors import UnsupportedInputError, check_type, raise_unsupported
 from ..libraries.known import packed_tower
 from ..libraries.transformers.self_attention import changes_attention, is_set
 from ..ops import attention
@@ -36,13 +36,9 @@ except ImportError:  # transformers 4
 ATTENTION_NAME = "vit_fast"
 
 # Keywords that change attention, and that transformers' sdpa function ignores:
-REFUSED = {
-    "block_indices": "sparse attention", "cu_seq_lens_q": "packed sequences", "head_mask": "a mask per head",
-    "indices": "sparse attention", "s_aux": "attention sinks", "sinks": "attention sinks",
-    "softcap": "softcapping of the logits",
-}  # fmt: skip
+REFUSED = {"block_indices", "cu_seq_lens_q", "head_mask", "indices", "s_aux", "sinks", "softcap"}
 if "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:  # transformers 4
-    REFUSED["position_bias"] = "a bias on the logits"
+    REFUSED.add("position_bias")
 
 
 def attention_forward(
@@ -53,12 +49,9 @@ def attention_forward(
 
     Raises UnsupportedInputError for keywords that transformers' sdpa function would ignore.
     """
-    if refused := [name for name in REFUSED if is_set(kwargs.get(name))]:
-        advice = "use another attn_implementation"
-        raise UnsupportedInputError(
-            f"attn_implementation={ATTENTION_NAME!r} in {type(module).__name__}",
-            [f"{name} ({REFUSED[name]}) is not supported: {advice}" for name in refused],
-        )
+    refused = [name for name in kwargs if name in REFUSED and is_set(kwargs[name])]
+    reasons = [f"{name} must not be set: use another attn_implementation" for name in refused]
+    raise_unsupported(f"attn_implementation={ATTENTION_NAME!r} in {type(module).__name__}", reasons)
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal  # True as in transformers' sdpa function
     key_mask = None if attention_mask is None else key_mask_of(attention_mask, query, key)

@@ -61,7 +61,6 @@ def recognize(model: nn.Module) -> ImageModel:
         if next(model.parameters()).device.type == "meta":
             raise UnsupportedInputError("export", ["the model must have weights, got the meta device: load them first"])
         found.model = copy.deepcopy(model).to("cpu", torch.float32).eval()
-    found.takes_bytes = any(hasattr(module, "vit_fast_mean") for module in model.modules())
     found.set_data_config(found.data_config)
     return found
 

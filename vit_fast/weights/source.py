@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import DataConfig, ViTConfig
-from ..errors import VitFastError, type_name
+from ..errors import VitFastError, check_type, type_name
 from ..libraries.interface.image_model import Facts
 from ..libraries.known import CONFIGURATIONS
 from ..libraries.transformers import hf_model
@@ -57,8 +57,7 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
         return source
     if isinstance(source, Mapping):
         return Source("a state dict", _tensors_of(source, "a state dict"))
-    if not isinstance(source, str | Path):
-        raise TypeError(f"source of weights must be a path, a Hub id or a state dict, got {repr(source)[:60]}")
+    check_type("source of weights", source, str, Path, Mapping)
     path = Path(source)
     if path.is_file():
         return read_file(path)
@@ -84,8 +83,6 @@ def read_file(path: Path) -> Source:
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise WeightsError(f"{path}: must end in one of {', '.join(SUFFIXES)}")
-    if not path.is_file():
-        raise WeightsError(f"{path}: no such file")
     try:
         if suffix == ".safetensors":
             return _read_safetensors(path)
@@ -177,9 +174,8 @@ def _find_on_hub(repo_id: str, revision: str, names: tuple[str, ...]) -> Path | 
         for name in [name for name, marker in cached.items() if marker is None]:
             try:
                 return Path(hf_hub_download(repo_id, name, revision=revision))
-            except errors.LocalEntryNotFoundError as error:
-                no_network = "huggingface.co cannot be reached (no network, or HF_HUB_OFFLINE is set)"
-                raise OSError(f"it is not in the local cache, and {no_network}") from error
+            except errors.LocalEntryNotFoundError:  # also an EntryNotFoundError
+                raise
             except errors.EntryNotFoundError:
                 continue
     except (errors.HFValidationError, OSError) as error:  # OSError is the base class of connection errors

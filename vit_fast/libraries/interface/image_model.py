@@ -35,7 +35,6 @@ class ImageModel:
     data_config: DataConfig | None = None  # None if unknown
     class_names: tuple[str, ...] | None = None  # None if unknown
     config: dict[str, Any] = field(default_factory=dict)  # of the library, as plain data
-    takes_bytes: bool = False  # `fuse` folded the normalization into the model, which takes pixels from 0 to 255
 
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         """Prepares the model for export, with any image size if requested; `undo` restores it."""
@@ -52,8 +51,8 @@ class ImageModel:
         return result
 
     def set_data_config(self, data_config: DataConfig | None) -> None:
-        """Sets the preprocessing, without the normalization if the model contains it."""
-        if data_config is not None and self.takes_bytes:
+        """Sets the preprocessing, without the normalization if `fuse` folded it into the model."""
+        if data_config is not None and any(hasattr(module, "vit_fast_mean") for module in self.model.modules()):
             zeros, scale = (0.0,) * self.in_chans, (1 / 255,) * self.in_chans
             data_config = dataclasses.replace(data_config, mean=zeros, std=scale)
         self.data_config = data_config

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ...config import ViTConfig
-from ...errors import raise_unsupported
 
 Rule = tuple[str, str | None]
 """A pattern that matches the whole name, and its replacement. None drops the tensor and lists it in the report.
@@ -94,18 +93,10 @@ def take_weights(
     peer: nn.Module, weights: Mapping[str, Tensor], convert: Callable[[Mapping[str, Tensor], ViTConfig], Converted],
     config: ViTConfig,
 ) -> None:  # fmt: skip
-    """Copies our weights into a library's model; raises UnsupportedInputError if their parameters differ."""
-    peer_state = {name: tensor.to("meta") for name, tensor in peer.state_dict().items()}
-    origins = convert(peer_state, config).origins
-    found = {
-        peer_name: part
-        for name in origins.keys() & weights.keys()
-        for peer_name, part in zip(origins[name], weights[name].chunk(len(origins[name])))
-    }
-    reasons = [f"its parameter {name} has no counterpart" for name in peer_state if name not in found]
-    reasons += [f"vit-fast's parameter {name} has no counterpart" for name in weights if name not in origins]
-    raise_unsupported(type(peer).__name__, reasons)
-    peer.load_state_dict(found)
+    """Copies our weights into a library's model of the same architecture, which `build_peer` built."""
+    origins = convert({name: tensor.to("meta") for name, tensor in peer.state_dict().items()}, config).origins
+    parts_of = ((origins[name], tensor.chunk(len(origins[name]))) for name, tensor in weights.items())
+    peer.load_state_dict({name: part for names, chunks in parts_of for name, part in zip(names, chunks)})
 
 
 # Fields and properties of the plain ViT of the paper

@@ -21,7 +21,6 @@ from .encoder_layer import FusedLayer, FusedLayerWithBias, FusedPackedLayer, Fus
 from .self_attention import (
     KEYS,
     FusedAttentionPoolingHead,
-    FusedAttentionWithLengths,
     FusedPackedAttention,
     FusedPoolingHead,
     FusedRotarySelfAttention,
@@ -115,7 +114,7 @@ CLASSES: dict[str, dict[str, type[FusedModule]]] = {
     "idefics2": {"Idefics2EncoderLayer": FusedLayer, "Idefics2VisionAttention": FusedSelfAttention},
     "idefics3": {"Idefics3EncoderLayer": FusedLayer, "Idefics3VisionAttention": FusedSelfAttention},
     "pixtral": {
-        "PixtralAttention": FusedAttentionWithLengths,
+        "PixtralAttention": FusedRotarySelfAttention,
         "PixtralAttentionLayer": FusedLayer,
         "PixtralVisionModel": FusedTowerWithLengths,
     },

@@ -193,12 +193,9 @@ def patchify(images: Tensor, patch_hw: Size) -> Tensor:
 def packed_tower(tower: Any) -> PackedTower | None:
     if not comes_from("transformers", tower):
         return None
-    form: type[Any] | None = None
-    if comes_from("transformers", tower, "PixtralVisionModel"):
-        form = PixtralTower
-    elif comes_from("transformers", tower, "Siglip2VisionModel"):
-        form = Siglip2Tower
-    elif {"qwen2_vl", *LIKE_QWEN} & set(type(tower).__module__.split(".")) and hasattr(tower, "patch_embed"):
+    forms: dict[str, Any] = {"PixtralVisionModel": PixtralTower, "Siglip2VisionModel": Siglip2Tower}
+    form = next((form for name, form in forms.items() if comes_from("transformers", tower, name)), None)
+    if {"qwen2_vl", *LIKE_QWEN} & set(type(tower).__module__.split(".")) and hasattr(tower, "patch_embed"):
         form = GridTower
     if form is not None:
         raise_unsupported("packed vision towers", version_reasons())

@@ -17,7 +17,8 @@ from ...ops import Rope, attention, qk_norm_rope
 from ...ops.attention import attention_among
 from ...ops.descriptions import Keys, is_padding, keys_of, names_keys
 
-KEYS = "vit_fast_keys"  # keyword argument by which a packed tower passes the lengths of its images to its layers
+# Keyword argument by which Pixtral's fused tower passes the lengths of its images to its layers, beside its mask
+KEYS = "vit_fast_keys"
 # Endings of the names of modules that only group the parts of an attention layer or MLP
 CONTAINERS = ("Attention", "MLP", "VisionMlp", "FFN", "Intermediate", "Output", "LayerScale")
 # Keyword arguments that models of transformers 4.53 to 5.23 pass to attention layers and that do not change the result
@@ -101,11 +102,11 @@ class FusedSelfAttention(FusedModule):
 
     def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
         """Returns the keys that the queries of a call attend to; None means all keys."""
-        return keys_of(kwargs.get("attention_mask"), hidden_states)
+        return kwargs.get(KEYS) or keys_of(kwargs.get("attention_mask"), hidden_states)
 
     def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        known = self.uses + self.ignores
-        if names_keys(kwargs.get("attention_mask")):
+        known = (*self.uses, *self.ignores, KEYS)
+        if KEYS in kwargs or names_keys(kwargs.get("attention_mask")):
             known += ("attention_mask",)
         children: Any = self._modules
         return bool(
@@ -167,19 +168,6 @@ class FusedPackedAttention(FusedRotarySelfAttention):
         qkv = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1))
         mixed = self.mix(qkv, self.rope_of(hidden_states, kwargs), self.keys_of(hidden_states, kwargs))
         return self.proj(mixed.flatten(1))
-
-
-class FusedAttentionWithLengths(FusedRotarySelfAttention):
-    """Pixtral's attention of packed tokens [1, total, C]; the fused tower passes their lengths beside the mask."""
-
-    ignores = (KEYS, "attention_mask")
-
-    def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        masked = is_set(kwargs.get("attention_mask")) and kwargs.get(KEYS) is None
-        return masked or super().needs_original_forward(args, kwargs)
-
-    def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
-        return kwargs.get(KEYS)
 
 
 def _eager_reasons(module: Any) -> list[str]:
