@@ -189,26 +189,27 @@ def test_errors_of_calls() -> None:
 
 def test_errors_of_arguments() -> None:
     _, tower, plain = build("qwen2_vl")
-    for arguments, message in (
-        ({}, "must be given, got None"),
-        ({"example": torch.zeros(1, 2), "budgets": (8,)}, r"must be given, got example, budgets=\(8,\)"),
-        ({"budgets": (8,), "batch_sizes": (1,)}, r"must be given, got budgets=\(8,\), batch_sizes"),
-        ({"example": torch.zeros(1, 2), "max_images": 4}, "must be given, got example, max_images=4"),
-        ({"budgets": ()}, "budgets must be one or more positive integers"),
-        ({"budgets": (8, 10)}, "budgets must be multiples of 4 tokens, got 10"),
-        ({"budgets": (8,), "max_images": 0}, "max_images must be an integer >= 1"),
+    hooked, identity, image = copy.deepcopy(tower), nn.Identity(), torch.zeros(1, 3, 32, 32)
+    hooked.get_submodule("merger").register_forward_hook(lambda *given: None)
+    for model, options, message in (
+        (tower, {}, "must be given, got None"),
+        (tower, {"example": image, "budgets": (8,)}, r"must be given, got example, budgets=\(8,\)"),
+        (tower, {"budgets": (8,), "batch_sizes": (1,)}, r"must be given, got budgets=\(8,\), batch_sizes"),
+        (tower, {"budgets": ()}, "budgets must be one or more positive integers"),
+        (tower, {"budgets": (8, 10)}, "budgets must be multiples of 4 tokens, got 10"),
+        (tower, {"budgets": (8,), "max_images": 0}, "max_images must be an integer >= 1"),
+        (plain, {"budgets": (8,)}, r"blocks\.0 must be fused: call vit_fast\.fuse first"),
+        (hooked, {"budgets": (8,)}, "merger must have no hooks"),
+        (identity, {"budgets": (8,)}, "must be a tower marked in docs/classes.md, got Identity"),
+        (identity, {"example": image, "batch_sizes": (0, 4)}, "batch_sizes must be one or more positive integers"),
+        (identity, {"example": image, "fallback": "cpu"}, "fallback must be one of 'error', 'eager', got 'cpu'"),
+        (identity, {"example": torch.zeros(3)}, r"example must have shape .*, got \(3,\)"),
+        (identity, {"example": image}, "(?s)example must be on a CUDA device, got cpu.*'eager' runs"),
     ):
         with pytest.raises(ValueError, match=message):
-            vit_fast.GraphRunner(tower, **arguments)
-    for model, message in (
-        (plain, r"blocks\.0 must be fused: call vit_fast\.fuse first"),
-        (nn.Identity(), "must be a tower marked in docs/classes.md, got Identity"),
-    ):
-        with pytest.raises(vit_fast.UnsupportedInputError, match=message):
-            vit_fast.GraphRunner(model, budgets=(8,))
-    tower.merger.register_forward_hook(lambda *given: None)
-    with pytest.raises(vit_fast.UnsupportedInputError, match="merger must have no hooks"):
-        vit_fast.GraphRunner(tower, budgets=(8,))
+            vit_fast.GraphRunner(model, **options)
+    with pytest.raises(ValueError, match=r"images must be \[B, 3, 32, 32\] .*, got \(1, 3, 16, 32\) torch.float"):
+        vit_fast.GraphRunner(identity, image, fallback="eager")(image[:, :, :16])
 
 
 def test_images_are_packed_by_first_fit_decreasing() -> None:
