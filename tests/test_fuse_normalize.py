@@ -76,8 +76,8 @@ def test_compile_copies_and_another_fuse() -> None:
 @pytest.mark.parametrize(
     ("model", "normalize", "message"),
     [
-        (None, ((0.5,) * 3, (0.5, 0.5)), "of equal length"),
-        (None, ((0.5,) * 3, (0.5, 0.5, 0.0)), "with std > 0"),
+        (None, ((0.5,) * 3, (0.5, 0.5)), "one number per channel"),
+        (None, ((0.5,) * 3, (0.5, 0.5, 0.0)), "and std > 0"),
         (None, (0.5, 0.5), "one number per channel"),
         (None, "imagenet", "one number per channel"),
         (None, ((0.5,), (0.5,)), "normalize must have 3 numbers, one per input channel, got 1"),

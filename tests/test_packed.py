@@ -17,11 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import vit_fast
 from vit_fast.accuracy import judge
 from vit_fast.blocks import block, packed
-from vit_fast.blocks.packed import pack_reasons
+from vit_fast.blocks.packed import can_pack
 
-pytestmark = pytest.mark.skipif(bool(pack_reasons(torch.float32)), reason="; ".join(pack_reasons(torch.float32)))
+pytestmark = pytest.mark.skipif(not can_pack(torch.float32), reason="torch without oneDNN or MKL")
 DTYPES = [
-    pytest.param(dtype, marks=pytest.mark.skipif(bool(pack_reasons(dtype)), reason="; ".join(pack_reasons(dtype))))
+    pytest.param(dtype, marks=pytest.mark.skipif(not can_pack(dtype), reason="not supported by this CPU"))
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
 ]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import vit_fast
-from vit_fast.blocks.packed import pack_reasons
+from vit_fast.blocks.packed import can_pack
 from vit_fast.libraries.timm import timm_towers
 
-pytestmark = pytest.mark.skipif(bool(pack_reasons(torch.float32)), reason="; ".join(pack_reasons(torch.float32)))
+pytestmark = pytest.mark.skipif(not can_pack(torch.float32), reason="torch without oneDNN or MKL")
 
 IMAGES = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 OTHER = {"reg_tokens": 3, "init_values": 0.5, "qkv_bias": False, "qk_norm": True}

@@ -48,13 +48,14 @@ class PatchEmbed(nn.Module):
         check_type("images", images, Tensor)
         if images.dim() != 4 or images.shape[1] != config.in_chans:
             raise ValueError(f"images must have shape [B, {config.in_chans}, height, width], got {tuple(images.shape)}")
-        # with `fuse(normalize=...)`, the convolution takes images of any dtype
-        if not images.is_floating_point() and not hasattr(self.proj, "vit_fast_mean"):
-            raise ValueError(f"images must have a floating dtype, got {images.dtype}: scale and normalize the images")
         dtype = getattr(self.proj, "weight", images).dtype  # a wrapper of the convolution may have no weight attribute
-        casts = torch.is_autocast_enabled(images.device.type)
-        if images.dtype != dtype and not casts and not hasattr(self.proj, "vit_fast_mean"):
-            raise ValueError(f"images must have the dtype of the weights, {dtype}, got {images.dtype}")
+        # with `fuse(normalize=...)`, the convolution takes images of any dtype
+        if images.dtype != dtype and not hasattr(self.proj, "vit_fast_mean"):
+            if not images.is_floating_point():
+                requirement = "images must have a floating dtype"
+                raise ValueError(f"{requirement}, got {images.dtype}: scale and normalize the images")
+            if not torch.is_autocast_enabled(images.device.type):
+                raise ValueError(f"images must have the dtype of the weights, {dtype}, got {images.dtype}")
         (height, width), (rows, columns) = images.shape[2:], config.patch_pixels
         if config.dynamic_img_size and (height % rows or width % columns):
             requirement = f"image height and width must be multiples of the patch size {rows}x{columns}"

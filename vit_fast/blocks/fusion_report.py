@@ -30,9 +30,6 @@ class FusionReport:
     backend_reasons: tuple[str, ...] = ()  # why "auto" did not select triton
     precision: str | None = None  # as requested; None for the model's own
     precision_notes: tuple[str, ...] = ()  # measured effects of the requested precision
-    # Names of language models and decoders inside the model, e.g. CLIP's text tower. In these, only supported classes
-    # are fused and reported.
-    elsewhere: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[ModuleReport, ...]:
@@ -67,23 +64,17 @@ class FusionReport:
             lines[0] += " (no attention or MLP of a supported class)"
         lines += [f"backend {self.backend}: {'; '.join(self.backend_reasons)}"] if self.backend_reasons else []
         lines += [f"precision {self.precision}: {note}" for note in self.precision_notes]
-        lines += [
-            f"{each} is a language model or decoder: only supported classes inside it are fused and listed"
-            for each in self.elsewhere
-        ]
         groups: dict[tuple[str, ...], list[str]] = {}
         for module in self.modules:
             pattern, part = re.sub(r"\d+", "*", module.name), f"{module.class_name}: {module.part}"
             key = pattern, part, "fused" if module.fused else "skipped", "; ".join(module.reasons + module.notes)
             groups.setdefault(key, []).append(module.name)
-        rows = [
-            (f"{key[0]} ({len(names)})" if names[1:] else names[0] or "(the model)", *key[1:])
-            for key, names in groups.items()
-        ]
-        table = [("module", "part", "result", "reasons and notes"), *rows] if rows else []
-        widths = [max(len(row[i]) for row in table) for i in range(3)] if rows else []
-        for row in table:
-            left = "".join(f"{text.ljust(width)}  " for text, width in zip(row, widths))
-            wrapped = textwrap.wrap(row[3], 80) or [""]
-            lines += [f"{left}{wrapped[0]}".rstrip(), *(" " * len(left) + text for text in wrapped[1:])]
+        rows: list[tuple[str, ...]] = [("module", "part", "result", "reasons and notes")] if groups else []
+        for (pattern, *texts), names in groups.items():
+            rows.append((f"{pattern} ({len(names)})" if names[1:] else names[0] or "(the model)", *texts))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        for *cells, text in rows:
+            left = "".join(f"{cell.ljust(width)}  " for cell, width in zip(cells, widths))
+            first, *rest = textwrap.wrap(text, 80) or [""]
+            lines += [(left + first).rstrip(), *(" " * len(left) + line for line in rest)]
         return "\n".join(lines)

@@ -217,17 +217,14 @@ def _normalize(x: Tensor, norm: Norm) -> Tensor:
 
 
 @functools.cache
-def pack_reasons(dtype: torch.dtype) -> tuple[str, ...]:
-    """Returns all reasons why linear layers of a dtype cannot be packed on this CPU."""
+def can_pack(dtype: torch.dtype) -> bool:
+    """Returns True if linear layers of a dtype can be packed on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
     if dtype == torch.float32:
-        has_mkl = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-        return () if has_mkl else ("packing fp32 weights requires a build of torch with MKL",)
-    if dtype not in (torch.bfloat16, torch.float16):
-        return (f"weights to pack must be fp32, bf16 or fp16, got {dtype}",)
-    is_supported = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
-    if not (torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, is_supported)()):
-        return (f"oneDNN does not compute in {str(dtype).removeprefix('torch.')} on this CPU",)
-    return ()
+        return torch.backends.mkl.is_available()
+    names = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return dtype in names and bool(getattr(torch.ops.mkldnn, names[dtype])())
 
 
 def is_packable(parts: BlockParts) -> bool:
@@ -240,7 +237,7 @@ def is_packable(parts: BlockParts) -> bool:
     tensors = [tensor_of(*slot) for slot in sources(attention, mlp)]
     dtype = tensor_of(*mlp.fc1.weights[0]).dtype
     alike = all(tensor is None or (tensor.device.type == "cpu" and tensor.dtype is dtype) for tensor in tensors)
-    return alike and not pack_reasons(dtype)
+    return alike and can_pack(dtype)
 
 
 def packed_for(parts: BlockParts, x: Tensor) -> Packed | None:

@@ -89,7 +89,7 @@ def fuse(
     rows = walk.rows if choice is None else fp8.annotated(walk.rows, choice, dtype_of(model))
     why = auto_reasons(device, dtype_of(model)) if backend == "auto" and resolved != "triton" else ()
     measured = () if choice is None else choice.notes
-    return FusionReport(resolved, tuple(rows), why, precision, measured, tuple(walk.elsewhere))
+    return FusionReport(resolved, tuple(rows), why, precision, measured)
 
 
 def unfuse(model: nn.Module) -> None:
@@ -206,7 +206,6 @@ class _Walk:
     def __init__(self, model: nn.Module, requested: str, resolved: str) -> None:
         self.model, self.requested, self.resolved = model, requested, resolved
         self.rows: list[ModuleReport] = []
-        self.elsewhere: list[str] = []
         self.changes: list[Callable[[], object]] = []
         self._has_row: dict[nn.Module, bool] = {}
         self._blocks: set[nn.Module] = set()  # blocks whose norm and MLP will be fused
@@ -251,10 +250,7 @@ class _Walk:
             return True
         decodes = "Decoder" in class_name and "Encoder" not in class_name
         reads_text = getattr(module, "input_modalities", None) in ("text", ("text",))  # of transformers
-        is_elsewhere = bool(name) and (decodes or reads_text)
-        if is_elsewhere and not inside_unknown:
-            self.elsewhere.append(f"{name} ({type(module).__qualname__})")
-        inside_unknown = inside_unknown or is_elsewhere
+        inside_unknown = inside_unknown or (bool(name) and (decodes or reads_text))
         looks_fusable = LOOKS_FUSABLE.search(class_name) is not None
         found = self._visit_children(name, module, inside_unknown or looks_fusable)
         if found or inside_unknown or not looks_fusable or next(module.parameters(), None) is None:
@@ -276,12 +272,9 @@ class _Walk:
         self.rows.append(_row(name, module, form.kind, reasons, () if reasons else notes))
         if not reasons:
             self._has_row.update(dict.fromkeys(finding.bypassed, True))
-            if isinstance(module, FusedModule):
-                self.changes.append(functools.partial(module.prepare, self.requested))
-            else:
-                self.changes.append(functools.partial(_set_fused_class, module, form, self.requested))
-                if issubclass(form, FusedNormMlp):
-                    self._blocks.add(module)
+            self.changes.append(functools.partial(_set_fused_class, module, form, self.requested))
+            if issubclass(form, FusedNormMlp):
+                self._blocks.add(module)
         elif isinstance(module, FusedModule):
             if "original" in vars(form) and not forward_is_replaced(module):
                 self.changes.append(functools.partial(_restore_class, module))
@@ -293,20 +286,16 @@ class _Walk:
         """Adds the changes that fold the normalization into the first convolution, which reads the image."""
         convs = ((name, module) for name, module in self.model.named_modules() if isinstance(module, nn.Conv2d))
         name, conv = next(convs, ("", None))
-        folded = {"vit_fast_mean": mean, "vit_fast_std": std}
-        if isinstance(conv, FusedPatchConv):
-            self.rows.append(_row(name, conv, FusedPatchConv.kind))
-            self.changes.append(lambda: conv.__dict__.update(folded))
-            return
         if conv is None:
             raise ValueError(f"{CANNOT_NORMALIZE}: the model must have a convolution as patch embedding, got none")
-        finding = FusedPatchConv.examine(conv)
+        finding = Finding() if isinstance(conv, FusedPatchConv) else FusedPatchConv.examine(conv)
         reasons = list(finding.reasons)
         if conv.in_channels != len(mean):
             reasons.append(f"normalize must have {conv.in_channels} numbers, one per input channel, got {len(mean)}")
         if reasons:
             raise ValueError(f"{CANNOT_NORMALIZE}: {'; '.join(reasons)}")
         self.rows.append(_row(name, conv, FusedPatchConv.kind, notes=finding.notes))
+        folded = {"vit_fast_mean": mean, "vit_fast_std": std}
         self.changes.append(lambda: _set_fused_class(conv, FusedPatchConv, "auto", **folded))
 
     def apply(self) -> None:

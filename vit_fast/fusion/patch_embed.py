@@ -59,9 +59,9 @@ def check_normalize(normalize: Any) -> tuple[tuple[float, ...], tuple[float, ...
     """Returns (mean, std) as two tuples of floats; raises ValueError for other lengths or std <= 0."""
     try:
         mean, std = (tuple(map(float, values)) for values in normalize)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"normalize must be (mean, std), one number per channel each, got {normalize!r}") from error
+    except (TypeError, ValueError):
+        mean, std = (), ()
     if len(mean) != len(std) or not mean or min(std) <= 0:
-        requirement = "normalize must be (mean, std) of equal length with std > 0, for images in 0..1"
+        requirement = "normalize must be (mean, std), with one number per channel each and std > 0, for images in 0..1"
         raise ValueError(f"{requirement}, got {normalize!r}")
     return mean, std
