@@ -92,24 +92,21 @@ def test_invalid_arguments(exported: Any, file: str, options: dict[str, Any], im
 def test_an_unavailable_provider(exported: Any, device: str, message: str) -> None:
     with pytest.raises(ProviderError, match=message):
         OnnxRunner(exported("plain"), device)
-    runner = OnnxRunner(exported("plain"), "auto")
-    assert runner.device == "cpu" and "libcuda" in runner.notes[0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the provider is available")
-def test_a_provider_that_fails(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its libraries seem to be installed, but ONNX Runtime uses the CPU."""
+def test_auto_selects_the_cpu_and_notes_the_reason(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the libraries of CUDA seem to be installed, but ONNX Runtime uses the CPU."""
+    assert "libcuda" in OnnxRunner(exported("plain"), "auto").notes[0]
     failure = "CUDAExecutionProvider could not be initialized"
     monkeypatch.setattr("vit_fast.export.runtime.runner.reasons_against", lambda kind: [])
     with pytest.raises(ProviderError, match=failure):
         OnnxRunner(exported("plain"), "cuda")
     runner = OnnxRunner(exported("plain"), "auto")
     assert runner.providers == ("CPUExecutionProvider",) and failure in runner.notes[0]
-    assert runner(zeros(1, 3, 32, 32)).shape == (1, 10)
 
 
-@pytest.mark.parametrize("device", ["cuda:1", "tensorrt"])
-def test_fp32_is_not_rounded_to_tf32(exported: Any, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_fp32_is_not_rounded_to_tf32(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks the options passed to ONNX Runtime, whose default is TF32."""
     asked: list[Any] = []
 
@@ -120,9 +117,8 @@ def test_fp32_is_not_rounded_to_tf32(exported: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("vit_fast.export.runtime.runner.reasons_against", lambda kind: [])
     monkeypatch.setattr("onnxruntime.InferenceSession", refuse)
     with pytest.raises(ProviderError, match="there is no CUDA"):
-        OnnxRunner(exported("plain"), device)
-    (options,) = [entry[1] for entry in asked if entry[0] == "CUDAExecutionProvider"]
-    assert options == {"device_id": int(device.partition(":")[2] or 0), "use_tf32": "0"}
+        OnnxRunner(exported("plain"), "tensorrt:1")
+    assert ("CUDAExecutionProvider", {"device_id": 1, "use_tf32": "0"}) in asked
 
 
 def test_a_file_of_another_exporter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,10 +130,10 @@ def test_a_file_of_another_exporter(tmp_path: Path, capsys: pytest.CaptureFixtur
         output_names=["logits"], dynamic_shapes=({0: torch.export.Dim("n")},), verbose=False,
     )  # fmt: skip
     image, images = read_image(sample_image()), torch.randn(3, 3, 32, 32)
-    logits = eager(lambda x: model(x).logits, make_transform(DataConfig(), (32, 32))(image)[None])
-    expected = torch.from_numpy(logits).softmax(-1)
+    prepared = make_transform(DataConfig(), (32, 32))(image)[None]
+    of_images, of_image = (eager(lambda x: model(x).logits, inputs) for inputs in (images, prepared))
     runner = OnnxRunner(path, "cpu", max_batch=2)
-    np.testing.assert_allclose(runner(images), eager(lambda x: model(x).logits, images), atol=1e-5)
+    np.testing.assert_allclose(runner(images), of_images, atol=1e-5)
     with pytest.raises(UnsupportedInputError, match="has no data_config"):
         runner.probabilities([image])
 
@@ -153,8 +149,8 @@ def test_a_file_of_another_exporter(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(UnsupportedInputError, match="pass image_hw"):
         runner.probabilities([image])
     given: dict[str, Any] = {"data_config": DataConfig().to_dict(), "class_names": NAMES, "image_hw": (32, 32)}
-    complete = OnnxRunner(path, "cpu", **given)
-    np.testing.assert_allclose(complete.probabilities([image] * 2), expected.expand(2, -1), atol=1e-6)
+    complete, expected = OnnxRunner(path, "cpu", **given), torch.from_numpy(of_image).softmax(-1).expand(2, -1)
+    np.testing.assert_allclose(complete.probabilities([image] * 2), expected, atol=1e-6)
     assert complete.class_names == tuple(NAMES)
     with pytest.raises(UnsupportedInputError, match="got features"):
         OnnxRunner(path, "cpu", **given, output="features").probabilities([image])
@@ -162,22 +158,12 @@ def test_a_file_of_another_exporter(tmp_path: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()  # torch 2.11 prints what it exported
     arguments = ["--weights", str(path), "--data-config", str(tmp_path / "data.json"), "--json"]
     assert run("predict", str(sample_image()), *arguments) == 0
-    assert json.loads(capsys.readouterr().out)[0]["top"][0]["index"] == int(logits.argmax())
+    assert json.loads(capsys.readouterr().out)[0]["top"][0]["index"] == int(of_image.argmax())
 
 
-def test_predict_needs_nothing_but_the_file(exported: Any, tmp_path: Path, capsys: Any) -> None:
+def test_predict_needs_nothing_but_the_file(exported: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for file in ("pixels", "plain"):
         assert run("predict", str(sample_image()), "--weights", str(exported(file)), "--json", "--top-k", "10") == 0
         (result,) = json.loads(capsys.readouterr().out)
         assert sum(row["probability"] for row in result["top"]) == pytest.approx(1)
         assert {row["class"] for row in result["top"]} == set(NAMES)
-    (tmp_path / "list.json").write_text("[]")
-    for arguments, message in (
-        (["absent.onnx"], "no such file"),
-        (["absent.onnx", "--model", "vit_test"], "--model vit_test cannot be combined with an ONNX file"),
-        (["absent.safetensors", "--data-config", "x"], "--data-config requires an ONNX file"),
-        ([str(exported("plain")), "--data-config", str(tmp_path / "list.json")], "must contain a JSON object"),
-    ):
-        assert run("predict", str(sample_image()), "--weights", *arguments) == 2
-        error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1

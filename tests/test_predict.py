@@ -90,6 +90,7 @@ def test_class_names_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_errors_are_one_line_and_status_2(models: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("three.txt").write_text("a\nb\nc\n")
+    Path("list.json").write_text("[]")
     Path("gap.json").write_text('{"0": "a", "2": "b"}')
     os.mkfifo("pipe.png")
     save(create_model("vit_test", num_classes=0), "features.safetensors")
@@ -106,6 +107,8 @@ def test_errors_are_one_line_and_status_2(models: Path, tmp_path: Path, capsys: 
         ((*predict, "--weights", "nan.safetensors"), "not finite"),
         ((*predict, "--weights", "m.onnx", "--data-config", "absent.json"), "--data-config"),
         ((*predict, "--weights", "m.onnx", "--data-config", "three.txt"), "must be a JSON file, got"),
+        ((*predict, "--weights", "m.onnx", "--data-config", "list.json"), "must contain a JSON object"),
+        ((*predict, "--weights", "m.onnx", "--model", "vit_test"), "cannot be combined with an ONNX file"),
         ((*predict, "--model", "vit_tset"), "vit_test"),
         ((*predict, "--model", "vit_tiny_patch16_224"), "does not fit"),
         ((*predict, "--top-k", "0"), "--top-k must be an integer >= 1, got 0"),
