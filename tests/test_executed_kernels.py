@@ -35,10 +35,17 @@ BF16 = torch.bfloat16
 Call = tuple[Callable[..., Tensor], list[Tensor], Tensor]  # function, inputs, gradient of the output
 
 
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
 @pytest.mark.parametrize("first", range(4))
-def test_a_replayed_plan_computes_the_same_bits(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replayed_plan_computes_the_same_bits(first: int, tf32: None) -> None:
     """Replays the plan of each operator, with inputs at the same and at other addresses."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
     cases = [*planned_launches.cases()][first::4]
     for operator, arguments in [call for case in cases for call in planned_launches.calls(case)]:
         plan.forget()
@@ -168,16 +175,11 @@ def _run(call: Call, backend: str = "triton", dtype: torch.dtype | None = None) 
     [(_attention, sizes) for sizes in ((17, 64), (50, 32), (197, 64), (65, 16), (257, 32), (9, 72))]
     + [(_mlp, sizes) for sizes in ((1, 64, 128), (70, 192, 264), (129, 72, 200), (33, 100, 150))],
 )
-def test_tf32(make: Callable[..., Call], sizes: tuple[int, ...], emulator: Emulator) -> None:
+def test_tf32(make: Callable[..., Call], sizes: tuple[int, ...], emulator: Emulator, tf32: None) -> None:
     """TF32 operands have 11 bits of precision; at least one instruction must use TF32."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
     emulator.profile()
     call = make(*sizes)
-    try:
-        outputs = _run(call)
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+    outputs = _run(call)
     for found, exact in zip(outputs, _run(call, "eager", torch.float64), strict=True):
         error = float((found.double() - exact).abs().max() / exact.abs().max())
         assert error < 4e-3, error

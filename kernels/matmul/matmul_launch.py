@@ -19,10 +19,6 @@ from ..rotary import QkvSettings, shared_arguments
 from ..row_parts import PIECE
 from .matmul import _matmul_kernel
 
-EPILOGUES = (
-    "layer_norm", "rotary", "qk_norm", "gated", "residual", "activation_grad", "gated_grad", "layer_norm_grad",
-    "partial",
-)  # fmt: skip
 _POINTERS = (
     "mean", "rstd", "bias", "weight_sum", "scale", "out_scale", "row_part", "out_part", "column_part", "hidden",
     "along",
