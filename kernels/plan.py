@@ -249,19 +249,29 @@ class _Recorder(TorchDispatchMode):
         for step in self._steps:
             if isinstance(step, PlannedLaunch):
                 step.prepare()
-        drops = _last_uses(self._steps, {view.at.value for view in outputs}, self._inputs)
+        last = {value: position for position, step in enumerate(self._steps) for value in step.uses()}
+        for value in (*range(self._inputs), *(view.at.value for view in outputs)):
+            last.pop(value, None)  # a replay frees all values after their last use, except inputs and outputs
+        drops: list[list[int]] = [[] for _ in self._steps]
+        for value, position in last.items():
+            drops[position].append(value)
         kernels = tuple(self._kernels.values())
         allocated = {self._inputs + number: buffer for number, buffer in enumerate(buffers)}
         returned = []
         for view in outputs:
             is_whole = not view.at.offset and allocated.get(view.at.value) == (view.shape, view.stride, view.dtype)
             returned.append((view.at.value, None if is_whole else view))
-        return LaunchPlan(self._device, buffers, tuple(zip(self._steps, drops)), tuple(returned), single, kernels)
+        return LaunchPlan(self._device, buffers, list(zip(self._steps, drops)), tuple(returned), single, kernels)
 
     def _arrange(self, outputs: Sequence[View]) -> tuple[dict[int, At], tuple[Any, ...]]:
         """Returns {recorded value: At(final number, offset)}, and (shape, stride, dtype) of each buffer."""
-        launched = _uses(self._steps, PlannedLaunch)
-        as_tensor = {view.at.value for view in outputs} | set(_uses(self._steps, TorchCall))
+        spans: dict[int, tuple[int, int]] = {}  # index of first and last use
+        as_tensor = {view.at.value for view in outputs}
+        for position, step in enumerate(self._steps):
+            for number in step.uses():
+                spans[number] = spans.get(number, (position, 0))[0], position
+                if isinstance(step, TorchCall):
+                    as_tensor.add(number)
         inputs = self._inputs
         places = {number: At(number, 0) for number in range(inputs)}
         buffers: list[Any] = []
@@ -276,10 +286,10 @@ class _Recorder(TorchDispatchMode):
                 if len(views) == 1 and not views[0].at.offset and views[0].bytes == value.bytes:
                     own = views[0]
                 buffers.append((own.shape, own.stride, own.dtype))
-            elif number in launched:
+            elif number in spans:
                 shared.append(number)
         if shared:
-            offsets, size = _overlay({number: (self._values[number].bytes, *launched[number]) for number in shared})
+            offsets, size = _overlay({number: (self._values[number].bytes, *spans[number]) for number in shared})
             places |= {number: At(inputs + len(buffers), offsets[number]) for number in shared}
             buffers.append(((size,), (1,), torch.uint8))
         following = inputs + len(buffers)
@@ -288,25 +298,6 @@ class _Recorder(TorchDispatchMode):
                 places[number] = At(following, 0)
                 following += 1
         return places, tuple(buffers)
-
-
-def _uses(steps: Sequence[Step], kind: type) -> dict[int, tuple[int, int]]:
-    """Returns {value: (index of first use, index of last use)} over steps of type `kind`."""
-    uses: dict[int, tuple[int, int]] = {}
-    for position, step in enumerate(steps):
-        if isinstance(step, kind):
-            for value in step.uses():
-                uses[value] = (uses.get(value, (position, 0))[0], position)
-    return uses
-
-
-def _last_uses(steps: Sequence[Step], kept: set[int], inputs: int) -> list[tuple[int, ...]]:
-    """Returns, for each step, the values that a replay frees after it. Inputs and values in `kept` are not freed."""
-    last = {value: position for position, step in enumerate(steps) for value in step.uses()}
-    return [
-        tuple(value for value, at in last.items() if at == position and value >= inputs and value not in kept)
-        for position in range(len(steps))
-    ]
 
 
 def _overlay(needs: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:

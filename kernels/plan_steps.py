@@ -213,7 +213,7 @@ class LaunchPlan:
 
     device: torch.device
     buffers: tuple[tuple[Sequence[int], Sequence[int], torch.dtype], ...]  # shape, strides and dtype
-    steps: tuple[tuple[Step, tuple[int, ...]], ...]  # each with the numbers of the values to free after it
+    steps: list[tuple[Step, list[int]]]  # each with the numbers of the values to free after it
     outputs: tuple[tuple[int, View | None], ...]  # number of a value, and the view unless the output is the value
     single: bool  # the result is one tensor, not a tuple
     kernels: tuple[Any, ...]

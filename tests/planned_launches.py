@@ -56,10 +56,11 @@ def described(result: Any) -> list[tuple[Any, ...]]:
 
 
 def elsewhere(tensor: Tensor) -> Tensor:
-    """Returns a tensor with the same shape, strides and alignment at another address."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    """Returns a copy with the same strides and alignment at another address."""
+    extent = max(0, 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())))
     start = tensor.data_ptr() % 16 // tensor.element_size()
-    memory = torch.zeros(start + max(extent, 0) + 64, dtype=tensor.dtype)
+    memory = torch.zeros(start + extent + 64, dtype=tensor.dtype)
+    memory[start : start + extent] = tensor.as_strided((extent,), (1,))
     return memory[start:].as_strided(tensor.shape, tensor.stride(), start)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -228,28 +229,15 @@ class ResidualMatmul:
     scale: Tensor | None
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Gradients of parameters in their dtypes, None if absent."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-    gamma: Tensor | None = None
-    beta: Tensor | None = None
-    gate: Tensor | None = None
-    gate_bias: Tensor | None = None
-    scale: Tensor | None = None
-
-
 Layer = tuple[Any, tuple[Any, ...], tuple[Any, ...]]  # gradients, arguments of the first and the second kernel
 _NO_FOLDED: Layer = None, (0, 0, *[None] * 12), (0, 0, *[None] * 3)
 _NO_RESIDUAL: Layer = None, (0, 0, *[None] * 7), (0, 0, *[None] * 6)
 
 
-def _like(layer: Any, *names: str) -> Any:
-    """Allocates the gradients of the named parameters of a layer, except of those that are None."""
+def _like(layer: Any, *names: str) -> SimpleNamespace:
+    """Allocates the gradients of the named parameters of a layer; None for an absent parameter."""
     given = {name: getattr(layer, name) for name in names}
-    return Gradients(**{name: torch.empty_like(tensor) for name, tensor in given.items() if tensor is not None})
+    return SimpleNamespace(**{name: None if one is None else torch.empty_like(one) for name, one in given.items()})
 
 
 def _folded_layer(matmul: FoldedMatmul) -> Layer:
@@ -277,9 +265,10 @@ def _residual_layer(p: ResidualMatmul) -> Layer:
 
 def parameter_gradients(
     folded: Sequence[FoldedMatmul], residual: Sequence[ResidualMatmul]
-) -> tuple[list[Gradients], list[Gradients]]:
+) -> tuple[list[Any], list[Any]]:
     """Returns the gradients of up to two linear layers after LayerNorms and two before residuals.
 
+    Each result has the attributes weight, bias, and either gamma, beta, gate and gate_bias, or scale; None if absent.
     All layers have the same M and number of splits.
     """
     layers, branches = [*map(_folded_layer, folded)], [*map(_residual_layer, residual)]
