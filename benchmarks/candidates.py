@@ -210,7 +210,7 @@ def _build_file(candidate: Candidate, group: Group) -> Function:
         raise UnsupportedInputError(RUNTIMES[candidate.engine], reasons)
     as_file = Candidate(candidate.engine, precision=candidate.precision if fp32 else "bf16" if bf16 else "fp16")
     if path is None:  # exported once for all batch sizes
-        one = dataclasses.replace(group, batch_size=1, requested_batch_size=1)
+        one = dataclasses.replace(group, batch_size=1)
         path = Path(_exported(as_file, one).name) / "model.onnx"
     run = open_file(as_file, path, _images(group), group.model.image_hw)
     return lambda images: run(images if in_openvino else images.float()).to(group.dtype)

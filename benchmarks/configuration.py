@@ -59,7 +59,7 @@ class Configuration:
 
     def groups(self) -> list[Group]:
         each = itertools.product(self.models, self.dtypes, self.batch_sizes)
-        return [Group(*one, one[2], self.training, self.data, self.device) for one in each]
+        return [Group(*one, self.training, self.data, self.device) for one in each]
 
     @property
     def is_default(self) -> bool:

@@ -89,12 +89,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Group:
-    """The candidates of one model, dtype and batch size (smaller than requested if that does not fit into memory)."""
+    """The candidates of one model, dtype and batch size."""
 
     model: Model
     dtype_name: str
     batch_size: int
-    requested_batch_size: int
     training: bool = False
     data: str = "device"
     device: torch.device = CPU
@@ -118,7 +117,7 @@ class Group:
     @property
     def key(self) -> tuple[str | int, ...]:
         """The key of its rows; see records.key_of."""
-        return self.model.name, self.dtype_name, self.requested_batch_size, self.data, *self.sizes
+        return self.model.name, self.dtype_name, self.batch_size, self.data, *self.sizes
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -129,7 +128,7 @@ class Group:
         """Returns the fields that identify a row or a control of a candidate."""
         return {
             "candidate": candidate, "model": self.model.name, "dtype": self.dtype_name, "batch": self.batch_size,
-            "requested_batch": self.requested_batch_size, "img_size": list(self.sizes), "data": self.data,
+            "img_size": list(self.sizes), "data": self.data,
         }  # fmt: skip
 
     def least(self) -> dict[str, Work]:

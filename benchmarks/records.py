@@ -44,7 +44,7 @@ ITEMSIZES = {"bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}
 # The fewest calls for a 90th and a 99th percentile.
 PERCENTILE_REPEATS = 100
 # Fields that pair two rows.
-KEY_FIELDS = ("model", "task", "dtype", "requested_batch", "batch", "img_size", "data", "candidate")
+KEY_FIELDS = ("model", "task", "dtype", "batch", "img_size", "data", "candidate")
 
 
 def make_row(group: Group, candidate: Candidate, status: Status, reason: str | None = None) -> Row:
@@ -93,7 +93,7 @@ def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row
         best = max(peers, key=lambda peer: peer["images_per_s"])
         row.update(best_peer=best["candidate"], ratio_to_best_peer=1.0)
         if row is not best:
-            found = clock.compare_rows(best, row, resolution_of(row, controls), paired=best["batch"] == row["batch"])
+            found = clock.compare_rows(best, row, resolution_of(row, controls), paired=True)
             row.update(ratio_to_best_peer=found["ratio"], ratio_interval=found["interval"], verdict=found["verdict"])
 
 
@@ -119,7 +119,7 @@ def resolution_of(row: Row, controls: Sequence[Row], field: str = "resolution") 
 
 def key_of(row: Row) -> tuple[Any, ...]:
     """Returns the key of a row's group."""
-    return row["model"], row["dtype"], row["requested_batch"], row["data"], *row["img_size"]
+    return row["model"], row["dtype"], row["batch"], row["data"], *row["img_size"]
 
 
 def may_gain(group: Group, rows: Sequence[Row]) -> bool:
@@ -127,8 +127,7 @@ def may_gain(group: Group, rows: Sequence[Row]) -> bool:
     rates: dict[str, list[float]] = {}
     for row in rows:
         if (row["model"], row["dtype"], *row["img_size"]) == (group.model.name, group.dtype_name, *group.sizes):
-            whole = row["batch"] == row["requested_batch"]
-            rates.setdefault(row["candidate"], []).append((row["images_per_s"] or 0.0) if whole else 0.0)
+            rates.setdefault(row["candidate"], []).append(row["images_per_s"] or 0.0)
     most = max(map(len, rates.values()), default=0)
     return most < 2 or any(rate[-1] > GAIN * max(rate[:-1]) for rate in rates.values() if len(rate) == most)
 

@@ -91,7 +91,7 @@ def groups(record: Record, status: str = "") -> dict[str, list[Row]]:
         if status in ("", row["status"]):
             size = "x".join(map(str, row["img_size"])) + (", data on the host" if row["data"] == "host" else "")
             task = "" if row["task"] == "inference" else ", training step"
-            grouped[f"{row['model']}{task}, {row['dtype']}, batch {row['requested_batch']}, {size}"].append(row)
+            grouped[f"{row['model']}{task}, {row['dtype']}, batch {row['batch']}, {size}"].append(row)
     for rows in grouped.values():
         rows.sort(key=lambda row: (is_lower(row), -(row["images_per_s"] or 0)))
     return grouped
@@ -108,7 +108,7 @@ def closing(record: Record) -> str:
     """Returns a sentence: vit-fast's fastest candidate relative to the best peer of each group, and a next step."""
     found, next_command, is_ranked = [], command(record), True
     for (fastest, *_), own in _contests(record):
-        where = f"({fastest['dtype']}, batch {fastest['requested_batch']})"
+        where = f"({fastest['dtype']}, batch {fastest['batch']})"
         if own is None:
             found.append(f"{fastest['candidate']} is the fastest {where}")
         else:
@@ -117,7 +117,7 @@ def closing(record: Record) -> str:
             found.append(f"{verdicts.get(own['verdict'], ratio)} {where}")
             is_ranked &= own["verdict"] != UNKNOWN
         if fastest["task"] == "inference":
-            next_command = f"vit-fast optimize {fastest['model']} --batch {fastest['requested_batch']}"
+            next_command = f"vit-fast optimize {fastest['model']} --batch {fastest['batch']}"
     if not is_ranked:
         next_command = f"on a quiet machine, {command(record)}"
     text = "best of vit-fast relative to the best peer: " if any(row["best_peer"] for row in record["rows"]) else ""
@@ -190,9 +190,8 @@ def command(record: Record) -> str:
 
 
 def label(row: Row, *, precision: bool = True) -> str:
-    """Returns the candidate, with its precision if lower, its batch size if reduced, and data on the host."""
+    """Returns the candidate, with its precision if lower, and data on the host."""
     notes = [str(row["precision"])] if precision and is_lower(row) else []
-    notes += [f"batch {row['batch']}"] if row["batch"] != row["requested_batch"] else []
     notes += ["data on the host"] if row["data"] == "host" else []
     return f"{row['candidate']} ({', '.join(notes)})" if notes else str(row["candidate"])
 
@@ -269,7 +268,7 @@ def summary(record: Record) -> str:
         rates = {row["candidate"]: format_number(row["images_per_s"]) for row in alike}
         if own is not None:
             best, peer = (f"{rates[name]} (`{name}`)" for name in (own["candidate"], own["best_peer"]))
-            about = own["model"], own["dtype"], str(own["requested_batch"])
+            about = own["model"], own["dtype"], str(own["batch"])
             lines.append(f"| {' | '.join((*about, best, rates.get('timm', ''), peer, _ratio(own)))} |")
     return "\n".join([*lines, "", f"Measured on {heading(record)}."]) + "\n"
 

@@ -73,7 +73,12 @@ class _Run:
                 if configuration.search and not records.may_gain(group, journal.found("row")):
                     del self.planned[group]
                 elif (remaining := self._remaining(group)) and self.elapsed_s() <= configuration.time_budget_s:
-                    self._run_group(group, remaining)
+                    try:
+                        with matmul_precision(group.dtype_name):
+                            self._measure_group(group, remaining)
+                    finally:
+                        torch.compiler.reset()
+                        clock.free_memory(self.device)
                     self._take_ceilings()
         except KeyboardInterrupt:
             interrupted = True
@@ -115,34 +120,17 @@ class _Run:
         lower = ["bf16"] if "bf16" in every or "amp" in self.configuration.dtypes else []  # amp multiplies in bf16
         self.journal.add("ceilings", measure_ceilings(self.device, [*self.configuration.dtypes, *lower]))
 
-    def _run_group(self, group: Group, candidates: Sequence[Candidate]) -> None:
-        """Adds a row for every candidate; halves the batch for those that do not fit into memory."""
-        try:
-            with matmul_precision(group.dtype_name):
-                too_large = self._measure_group(group, candidates)
-        finally:
-            torch.compiler.reset()
-            clock.free_memory(self.device)
-        if too_large and group.batch_size == 1:
-            self._refuse(group, too_large, "out of memory", "batch 1 does not fit into memory")
-        elif too_large:
-            half = dataclasses.replace(group, batch_size=group.batch_size // 2)
-            self.tell(f"{group}: out of memory, retrying with batch {half.batch_size}")
-            self._run_group(half, too_large)
-
-    def _measure_group(self, group: Group, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Adds a row for every candidate; returns those that did not fit into memory."""
+    def _measure_group(self, group: Group, candidates: Sequence[Candidate]) -> None:
+        """Adds a row for every candidate."""
         end_s = self._end_s(group)
         self.tell(f"{group}: images and the fp64 reference")
         try:
             problem = make_problem(group, self.configuration.images)
         except Exception as error:  # e.g. a dtype that an operator does not support
-            if is_out_of_memory(error):
-                return list(candidates)
-            self._refuse(group, candidates, "failed", f"reference: {describe_error(error)}")
-            return []
+            status: Status = "out of memory" if is_out_of_memory(error) else "failed"
+            self._refuse(group, candidates, status, f"reference: {describe_error(error)}")
+            return
         prepared: dict[str, Prepared] = {}
-        too_large = []
         for candidate in candidates:
             self.tell(f"{group}: {candidate.name}")
             round_s = sum(ready.call_s + max(ready.call_s, clock.SETTLE_MS / 1e3) for ready in prepared.values())
@@ -164,14 +152,10 @@ class _Run:
                     row.update(cold_start(self.configuration.request, group, candidate.name))
                 continue
             clock.free_memory(self.device)
-            if row["status"] == "out of memory":
-                too_large.append(candidate)
-            else:
-                self.journal.add("row", row)
-        return too_large + self._time(group, prepared, end_s)
+            self.journal.add("row", row)
+        self._time(group, prepared, end_s)
 
-    def _time(self, group: Group, prepared: dict[str, Prepared], end_s: float) -> list[Candidate]:
-        too_large: list[Candidate] = []
+    def _time(self, group: Group, prepared: dict[str, Prepared], end_s: float) -> None:
         # one image waits for the host to launch its kernels, as a request does
         launch: Any = "counted" if group.batch_size == 1 and group.model.data is not None else "hidden"
         protocol = dataclasses.replace(self.configuration.protocol, launch=launch)
@@ -189,16 +173,13 @@ class _Run:
                 raise
             except Exception as error:
                 broken = prepared.pop(watch.running)
-                if is_out_of_memory(error):
-                    too_large.append(broken.candidate)
-                else:
-                    broken.row.update(status="failed", reason=f"during timing: {describe_error(error)}")
-                    self.journal.add("row", broken.row)
+                status: Status = "out of memory" if is_out_of_memory(error) else "failed"
+                broken.row.update(status=status, reason=f"during timing: {describe_error(error)}")
+                self.journal.add("row", broken.row)
             else:
                 add(timings, "skipped")
                 break
             clock.free_memory(self.device)  # outside of the handler, in which the exception keeps tensors alive
-        return too_large
 
     def _add_timed(
         self, group: Group, prepared: Mapping[str, Prepared], best: str, conditions: Conditions,

@@ -44,7 +44,7 @@ def build(name: str, group: Group) -> nn.Module:
 
 def group_of(word: str, dtype: str = "fp32", training: bool = False, batch: int = 5) -> Group:
     (model,) = resolve(word)(None)
-    return Group(model, dtype, batch, batch, training)
+    return Group(model, dtype, batch, training)
 
 
 def with_weights(group: Group, weights: Mapping[str, Tensor]) -> Group:

@@ -44,7 +44,7 @@ def make_group(name: str = "vit_test", dtype: str = "fp32") -> tuple[Group, Tens
         size = tuple(2 * pixels for pixels in config.patch_pixels)
         config = config.replace(depth=2, embed_dim=64, num_heads=2, num_classes=10, img_size=size)
     model = describe_vit(name, config, variant.data)
-    return Group(model, dtype, 4, 4), image_views([sample_image()], model, 4).to(DTYPES[dtype])
+    return Group(model, dtype, 4), image_views([sample_image()], model, 4).to(DTYPES[dtype])
 
 
 def reason_of(candidate: Candidate, group: Group, images: Tensor, expected: Reference) -> str | None:
@@ -145,7 +145,7 @@ def test_unsupported_models_are_refused_with_all_reasons(name, word, dtype, reas
     monkeypatch.setattr("vit_fast.benchmarks.models.weights_of", lambda model, dtype: {} if model.config else None)
     (model,) = resolve(word)((64, 64) if word.startswith("timm") else None)
     with pytest.raises(UnsupportedInputError) as refusal:
-        make(CANDIDATES[name], Group(model, dtype, 1, 1))
+        make(CANDIDATES[name], Group(model, dtype, 1))
     assert all(reason in str(refusal.value) for reason in reasons), refusal.value
 
 

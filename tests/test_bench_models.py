@@ -198,7 +198,7 @@ def test_the_batch_is_doubled_while_throughput_grows(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(runner._Run, "_measure_group", simulate)
     record = runner.run(plan("eager", "sdpa", batch_sizes="best"))
-    assert {row["requested_batch"] for row in record["rows"]} == {1, 2, 4, 8}
+    assert {row["batch"] for row in record["rows"]} == {1, 2, 4, 8}
     lines = [line for line in report.remarks(record) if "highest throughput" in line]
     assert len(lines) == 2 and all("at batch 4, " in line for line in lines)
 

@@ -118,6 +118,8 @@ def test_a_failing_candidate_gets_a_row_with_the_reason_and_the_others_are_timed
         "refused": (refuse, "unsupported", "one reason; another reason"),
         "broken": (fail, "failed", "RuntimeError: it broke in two lines"),
         "later": (breaking(fail), "failed", "it broke in two lines"),  # while it is timed
+        "large": (breaking(run_out, after=0), "out of memory", "RuntimeError: backend failed"),
+        "larger": (breaking(run_out), "out of memory", "during timing: RuntimeError: backend failed"),
         "hanging": (breaking(hang, after=0), "failed", "TimeoutError: took more than 900 s"),
         "hanging later": (breaking(hang), "failed", "TimeoutError: took more than 900 s"),
     }
@@ -155,21 +157,6 @@ def test_control_and_best_peer_compute_in_full_precision(add) -> None:
     assert [row["best_peer"] for row in record["rows"]] == ["timm", "timm"]
     (control,) = runner.run(plan("quick"))["controls"]
     assert control["candidate"] == "quick"
-
-
-def test_out_of_memory_halves_the_batch_of_that_candidate_only(add) -> None:
-    add("greedy", breaking(run_out, after=0, above=2))
-    add("hopeless", breaking(run_out, after=0))
-    add("later", breaking(run_out, after=6, above=2))  # while it is timed: four calls are before that
-    told: list[str] = []
-    rows = rows_by_candidate(runner.run(plan("greedy", "hopeless", "later", "timm", batch_sizes=(4,)), told.append))
-    for name in ("greedy", "later"):
-        assert (rows[name]["batch"], rows[name]["requested_batch"], rows[name]["status"]) == (2, 4, "measured"), name
-    assert rows["greedy"]["best_peer"] == "timm"
-    assert (rows["timm"]["batch"], rows["timm"]["status"]) == (4, "measured")
-    assert rows["hopeless"]["status"] == "out of memory"
-    assert_no_speed(rows["hopeless"])
-    assert [text[-7:] for text in told if "retrying" in text] == ["batch 2", "batch 1"]
 
 
 def test_a_killed_run_is_resumed_and_what_ends_it_twice_is_failed(tmp_path: Path, add) -> None:

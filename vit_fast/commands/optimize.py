@@ -216,7 +216,7 @@ def open_model(
     count = max(batch, min(MAX_VIEWS, batch * (1 + OTHER_BATCHES)))
     views = image_views(paths, model, count)
     if model.onnx is None:
-        module: Any = build_reference(Group(model, "fp32", batch, batch, device=on))
+        module: Any = build_reference(Group(model, "fp32", batch, device=on))
     else:
         module = OnnxFile(model.onnx, on, img_size if img_size is None else model.image_hw)
         if module.runner.takes_pixels:

@@ -348,12 +348,10 @@ def verdict(found: float, interval: Sequence[float], resolution: float) -> str:
 def compare_rows(
     base: Mapping[str, Any], other: Mapping[str, Any], resolution: float, *, paired: bool
 ) -> dict[str, Any]:
-    """Returns the throughput ratio of row `other` to row `base`, its interval and verdict; see `ratio` for `paired`."""
-    scale = other["batch"] / base["batch"]
+    """Returns the speedup of row `other` over row `base`, its interval and verdict; see `ratio` for `paired`."""
     count = min(len(base["samples_ms"]), len(other["samples_ms"])) if paired else None
     samples = base["samples_ms"][:count], other["samples_ms"][:count]
-    interval = [scale * end for end in ratio_interval(*samples, paired=paired)]
-    found = scale * ratio(*samples, paired=paired)
+    found, interval = ratio(*samples, paired=paired), [*ratio_interval(*samples, paired=paired)]
     return {"ratio": found, "interval": interval, "verdict": verdict(found, interval, resolution)}
 
 
