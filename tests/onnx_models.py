@@ -92,6 +92,7 @@ def make(family: str) -> nn.Module:
 FILES: dict[str, dict[str, Any]] = {
     "plain": {"target": "ort-cpu", "class_names": NAMES},
     "generic": {},
+    "beside": {"external_data": True},
     "fixed": {"dynamic_batch": False, "output": "features", "external_data": True},
     "pixels": {"preprocess": True, "class_names": NAMES},
     "sizes": {"dynamic_size": True, "target": "ort-cpu"},

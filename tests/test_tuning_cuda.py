@@ -89,18 +89,6 @@ def test_compiled_models_return_memory_of_their_own(model, images, monkeypatch: 
     assert options == [{"mode": "max-autotune", "fullgraph": False, "dynamic": False}]
 
 
-def test_triton_kernels_are_chosen_per_part(images) -> None:
-    """In Triton's interpreter."""
-    small = vit_fast.create_model("vit_test", backend="eager", depth=1).eval()
-    trials = Trials(small, images[:1])
-    for mlp in ("triton", "sdpa"):
-        choice = Candidate(attention="triton", mlp=mlp)
-        trials.prepare(choice, 600)
-        work = trials.prepared[choice][0]._function
-        assert (work.blocks[0].attn.vit_fast_backend, work.blocks[0].vit_fast_backend) == ("triton", mlp)
-        assert trials.checked[choice].error <= trials.checked[choice].allowed
-
-
 def test_fp8_is_calibrated_and_computes(images, graphs: list[Tape], monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter: on photographs, or on the example if the model's preprocessing is unknown."""
     torch.manual_seed(0)
