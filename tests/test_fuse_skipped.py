@@ -49,7 +49,7 @@ def eager_vit() -> nn.Module:
         (lambda: nn.MultiheadAttention(64, 2, add_zero_attn=True), "it appends a zero token"),
         (lambda: nn.MultiheadAttention(64, 2, kdim=32), "kdim and vdim must equal embed_dim"),
         (lambda: nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0), "norm_first must be True, got False"),
-        (vitpose_subject(num_experts=3, part_features=16).build, "mlp must be a single MLP"),
+        (vitpose_subject(num_experts=3, part_features=16).build, "mlp.experts must be absent"),
         (eager_vit, "attn_implementation='eager' returns attention weights"),
     ],
 )

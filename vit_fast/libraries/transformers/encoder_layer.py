@@ -57,14 +57,20 @@ class FusedLayer(FusedNormMlp):
 
     reader = TransformersReader
     vit_fast_returns_tuple: bool
+    vit_fast_adds_bias: bool
     vit_fast_arguments: tuple[str, ...]
     vit_fast_first_half: tuple[str, str, tuple[str, ...]]  # names of norm and attention layer, and of what follows
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
         known = container_classes_beside(cls.original)
-        name = _first(block, ATTENTIONS)
+        name, norm = _first(block, ATTENTIONS), _first(block, NORMS)
         module = block.watch(name)
+        if fused_class(module, FusedPackedAttention):
+            return block.attention(
+                name, norm, (f"{name}.qkv",), f"{name}.proj", num_heads=module.num_heads,
+                scale=block.value(f"{name}.scaling"), rotates_halves=True,
+            )  # fmt: skip
         inside = {"layer_scale1": known} if block.at("layer_scale1") is not None else {}
         dropouts = ("dropout",) if block.at("dropout") is not None else ()
         names = projections_of(module)
@@ -84,7 +90,7 @@ class FusedLayer(FusedNormMlp):
             return None
         rate = next(rate for rate in DROPOUT_RATES if hasattr(module, rate))
         return block.attention(
-            name, _first(block, NORMS), qkv, out, inside=inside, dropouts=dropouts, rates=(f"{name}.{rate}",),
+            name, norm, qkv, out, inside=inside, dropouts=dropouts, rates=(f"{name}.{rate}",),
             empty=(f"{name}.{OUTPUT_DROPOUT}",), qk_norm=(f"{name}.{QK_NORMS[0]}", f"{name}.{QK_NORMS[1]}"),
             qk_norm_over="width", num_heads=linears[0].out_features // type(module).head_width(module),
             scale=block.value(_first(block, (f"{name}.scaling", f"{name}.scale"))),
@@ -109,7 +115,7 @@ class FusedLayer(FusedNormMlp):
         return block.mlp(
             _first(block, MLP_NORMS), *paths[:3], gate=paths[3] if len(paths) > 3 else None,
             inside=dict.fromkeys(inside, container_classes_beside(cls.original)),
-            dropouts=[name for name in MLP_DROPOUTS if block.at(name) is not None],
+            dropouts=[name for name in MLP_DROPOUTS if block.at(name) is not None], empty=(f"{mlp}.experts",),
             layer_scale=_first(block, ("layer_scale2.lambda1", "lambda_2")), drop_path="drop_path",
         )  # fmt: skip
 
@@ -118,6 +124,8 @@ class FusedLayer(FusedNormMlp):
         self.vit_fast_arguments = names[2:]
         # layers with this parameter return tuples, to which they can append attention weights
         self.vit_fast_returns_tuple = "output_attentions" in names
+        # BEiT's layer computes the position bias of its attention; in transformers 4, the attention does that
+        self.vit_fast_adds_bias = hasattr(self, "relative_position_bias")
         block, after = self.reader(self), tuple(name for name in AFTER if hasattr(self, name))
         self.vit_fast_first_half = _first(block, NORMS), _first(block, ATTENTIONS), after
 
@@ -149,19 +157,12 @@ class FusedLayer(FusedNormMlp):
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of the attention layer by name."""
-        return {**dict(zip(self.vit_fast_arguments, args, strict=False)), **kwargs}
+        given = {**dict(zip(self.vit_fast_arguments, args, strict=False)), **kwargs}
+        given.pop("dataset_index", None)  # of VitPose's expert; a layer with experts is not fused
+        return given
 
     def attend(self, normed: Tensor, **kwargs: Any) -> Tensor:
-        result = getattr(self, self.vit_fast_first_half[1])(normed, **kwargs)
-        output: Tensor = result[0] if isinstance(result, tuple) else result
-        return output
-
-
-class FusedLayerWithBias(FusedLayer):
-    """BEiT's layer, which computes the position bias of its attention; in transformers 4, the attention does that."""
-
-    def attend(self, normed: Tensor, **kwargs: Any) -> Tensor:
-        if hasattr(self, "relative_position_bias"):
+        if self.vit_fast_adds_bias:
             mask, resolution = kwargs.pop("attention_mask", None), kwargs.pop("resolution", None)
             interpolate = kwargs.pop("interpolate_pos_encoding", False)
             if self.relative_position_bias is not None:
@@ -169,33 +170,6 @@ class FusedLayerWithBias(FusedLayer):
                 bias = self.relative_position_bias(window, interpolate, dim_size=normed.shape[1])
                 mask = bias if mask is None else bias + mask
             kwargs["attention_mask"] = mask
-        return super().attend(normed, **kwargs)
-
-
-class FusedVitPoseLayer(FusedLayer):
-    """VitPose's layer with a single MLP, which ignores the index of the expert."""
-
-    @classmethod
-    def read_mlp(cls, block: Reader) -> MlpParts | None:
-        if experts := block.value("mlp.num_experts"):
-            block.reasons.append(f"mlp must be a single MLP, got {describe(block.watch('mlp'))} with {experts} experts")
-            return None
-        return super().read_mlp(block)
-
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in super().named(args, kwargs).items() if name != "dataset_index"}
-
-
-class FusedPackedLayer(FusedLayer):
-    """Qwen's layer, for packed tokens [total, C]."""
-
-    @classmethod
-    def read_attention(cls, block: Reader) -> AttentionParts | None:
-        module = block.watch("attn")
-        if not fused_class(module, FusedPackedAttention):
-            block.reasons.append(f"attn must be fused, got {describe(module)}")
-            return None
-        scale = block.value("attn.scaling")
-        return block.attention(
-            "attn", "norm1", ("attn.qkv",), "attn.proj", num_heads=module.num_heads, scale=scale, rotates_halves=True
-        )
+        result = getattr(self, self.vit_fast_first_half[1])(normed, **kwargs)
+        output: Tensor = result[0] if isinstance(result, tuple) else result
+        return output

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...blocks.fused import Finding, Forms, FusedModule
 from ...ops.descriptions import Keys
 from ...ops.registration import is_exporting
-from .encoder_layer import FusedLayer, FusedLayerWithBias, FusedPackedLayer, FusedVitPoseLayer
+from .encoder_layer import FusedLayer
 from .self_attention import (
     KEYS,
     FusedAttentionPoolingHead,
@@ -39,7 +39,6 @@ LAYERS = {
     "vit_mae": "ViTMAE", "vit_msn": "ViTMSN", "vitpose_backbone": "VitPoseBackbone", "vivit": "Vivit",
     "yolos": "Yolos",
 }  # fmt: skip
-OTHER_LAYERS = {"beit": FusedLayerWithBias, "vitpose_backbone": FusedVitPoseLayer}  # instead of FusedLayer
 ROTARY = {"dinov3_vit", "eomt_dinov3"}  # families whose layers get cosines and sines
 
 # Families with Qwen's layer and attention, and rotary layout "half"; the prefix of their class names
@@ -118,7 +117,7 @@ CLASSES: dict[str, dict[str, type[FusedModule]]] = {
         "PixtralAttentionLayer": FusedLayer,
         "PixtralVisionModel": FusedTowerWithLengths,
     },
-    "qwen2_vl": {"Qwen2VLVisionBlock": FusedPackedLayer, "VisionAttention": FusedPackedAttention},
+    "qwen2_vl": {"Qwen2VLVisionBlock": FusedLayer, "VisionAttention": FusedPackedAttention},
     "siglip2": {"Siglip2VisionModel": FusedPaddedTower},
     "smolvlm": {"SmolVLMEncoderLayer": FusedLayer, "SmolVLMVisionAttention": FusedSelfAttention},
 }
@@ -137,14 +136,14 @@ class _Forms(Forms):
             short = "DPT" if family == "dpt" else prefix.removesuffix("Encoder")  # DPTViTLayer holds DPTSelfAttention
             attention = FusedRotarySelfAttention if family in ROTARY else FusedSelfAttention
             found[family] = found.get(family, {}) | {
-                f"{prefix}Layer": OTHER_LAYERS.get(family, FusedLayer),
+                f"{prefix}Layer": FusedLayer,
                 f"{short}Attention": attention,
                 f"{short}SelfAttention": attention,
                 f"{short}MultiheadAttentionPoolingHead": FusedPoolingHead,
                 f"{short}AttentionPoolingHead": FusedAttentionPoolingHead,
             }
         for family, prefix in LIKE_QWEN.items():
-            found[family] = {f"{prefix}Block": FusedPackedLayer, f"{prefix}Attention": FusedPackedAttention}
+            found[family] = {f"{prefix}Block": FusedLayer, f"{prefix}Attention": FusedPackedAttention}
         path = "transformers.models.{0}.modeling_{0}.{1}"
         mixins = {path.format(family, name): mixin for family in found for name, mixin in found[family].items()}
         super().__init__(globals(), mixins)
