@@ -54,20 +54,7 @@ def attention(
     Source: "Attention Is All You Need", arXiv 1706.03762, equation 1; FlashAttention-2, arXiv 2307.08691.
     """
     check_tensors(q=q, k=k, v=v)
-    backend = resolve_backend(backend, q.device, q.dtype)
-    if backend == "triton":
-        q, k, v = _autocast(q, k, v)
-    if message := _mismatch(q, k, v, _BATCH):
-        raise ValueError(message)
-    if key_mask is not None:
-        check_keys(Keys(mask=key_mask), k.shape[0], k.shape[2], k.device)
-    if backend == "eager":
-        return reference.attention(q, k, v, scale=scale, key_mask=key_mask)
-    if backend == "sdpa" or is_exporting():
-        mask = None if key_mask is None else key_mask[:, None, None, :]
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-    out: Tensor = attention_kernel([q, k, v], None, key_mask, 0, softmax_scale(q, scale))[0]
-    return out
+    return _attend([q, k, v], None if key_mask is None else Keys(mask=key_mask), scale, backend)
 
 
 def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str = "auto") -> Tensor:
@@ -112,19 +99,7 @@ def attention_varlen(
     Source: the conventions of flash_attn_varlen_func, github.com/Dao-AILab/flash-attention.
     """
     check_tensors(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
-    backend = resolve_backend(backend, q.device, q.dtype)
-    if backend == "triton":
-        q, k, v = _autocast(q, k, v)
-    if message := _mismatch(q, k, v, _PACKED):
-        raise ValueError(message)
-    check_keys(Keys(cu_seqlens, max_seqlen), 1, q.shape[0], q.device)
-    if is_exporting():
-        return _with_block_mask(q, k, v, cu_seqlens, scale)
-    if backend == "triton":
-        out: Tensor = attention_kernel([q, k, v], cu_seqlens, None, max_seqlen, softmax_scale(q, scale))[0]
-        return out
-    attend = reference.attention if backend == "eager" else F.scaled_dot_product_attention
-    return _by_sequences(attend, q, k, v, cu_seqlens, max_seqlen, scale)
+    return _attend([q, k, v], Keys(cu_seqlens, max_seqlen), scale, backend)
 
 
 def attention_varlen_qkvpacked(
@@ -146,21 +121,40 @@ def attention_varlen_qkvpacked(
 
 def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto") -> Tensor:
     """Computes attention of qkv: a batch [B, N, 3, H, D] or packed sequences [(1,) total, 3, H, D]."""
+    return _attend([qkv], keys, scale, backend)
+
+
+def _attend(qkv: Sequence[Tensor], keys: Keys | None, scale: float | None, backend: str) -> Tensor:
+    """Checks the tensors and computes their attention, in the layouts of `attention_forward`."""
+    first = qkv[0]
     cu_seqlens, max_seqlen, key_mask = keys or (None, 0, None)
-    backend = resolve_backend(backend, qkv.device, qkv.dtype)
-    if backend == "triton" and not is_exporting():
-        qkv = qkv.to(matmul_dtype(qkv))
-        check_dtype("qkv", qkv)
-        if keys is not None:
-            check_keys(keys, qkv.shape[0], qkv.shape[1], qkv.device)
-        out: Tensor = attention_kernel([qkv], cu_seqlens, key_mask, max_seqlen, softmax_scale(qkv, scale))[0]
+    backend = resolve_backend(backend, first.device, first.dtype)
+    runs_kernel = backend == "triton" and not is_exporting()
+    if runs_kernel:  # SDPA does the same under autocast
+        qkv = [tensor.to(matmul_dtype(tensor)) for tensor in qkv]
+    if len(qkv) == 1:
+        check_dtype("qkv", first)
+    elif message := _mismatch(*qkv, _BATCH if cu_seqlens is None else _PACKED):
+        raise ValueError(message)
+    if keys is not None:
+        check_keys(keys, first.shape[0], first.shape[1] if len(qkv) == 1 else qkv[1].shape[2], first.device)
+    if runs_kernel:
+        out: Tensor = attention_kernel(qkv, cu_seqlens, key_mask, max_seqlen, softmax_scale(first, scale))[0]
         return out
-    if cu_seqlens is None:
-        q, k, v = qkv.transpose(1, 3).unbind(2)  # each [B, H, N, D], views
-        return attention(q, k, v, scale=scale, key_mask=key_mask, backend=backend).transpose(1, 2)
-    q, k, v = qkv.flatten(0, -4).unbind(1)  # each [total, H, D], views
-    mixed = attention_varlen(q, k, v, cu_seqlens, max_seqlen, scale=scale, backend=backend).contiguous()
-    return mixed if qkv.dim() == 4 else mixed[None]
+    q, k, v = _heads_first(qkv)
+    if cu_seqlens is not None:
+        if is_exporting():
+            out = _with_block_mask(q, k, v, cu_seqlens, scale)
+        else:
+            attend = reference.attention if backend == "eager" else F.scaled_dot_product_attention
+            out = _by_sequences(attend, q, k, v, cu_seqlens, max_seqlen, scale)
+        return out[None] if first.dim() == 5 else out
+    if backend == "eager":
+        out = reference.attention(q, k, v, scale=scale, key_mask=key_mask)
+    else:
+        mask = None if key_mask is None else key_mask[:, None, None, :]
+        out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    return out if len(qkv) == 3 else out.transpose(1, 2)
 
 
 def scaled_dot_product_attention(
@@ -186,7 +180,7 @@ def scaled_dot_product_attention(
     plain = ordinary and dropout_p == 0.0 and not is_causal and not enable_gqa
     plain = plain and query.dim() == 4 and not in_transform() and not is_exporting() and _fused_sdpa_is_allowed()
     if plain and resolve_backend("auto", query.device, query.dtype) == "triton":
-        q, k, v = _autocast(query, key, value)
+        q, k, v = (tensor.to(matmul_dtype(tensor)) for tensor in (query, key, value))  # as SDPA under autocast
         key_mask = None if attn_mask is None else key_mask_of(attn_mask, q, k)
         factor = softmax_scale(q, scale)
         understood = (attn_mask is None or key_mask is not None) and not _mismatch(q, k, v, _BATCH)
@@ -227,19 +221,15 @@ def _fused_sdpa_is_allowed() -> bool:
     return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts the tensors to autocast's dtype if autocast is enabled, as SDPA does."""
-    return tuple(tensor.to(matmul_dtype(tensor)) for tensor in tensors)
-
-
 def _by_sequences(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int,
     scale: float | None,
 ) -> Tensor:  # fmt: skip
-    """Calls `attend` once per group of consecutive sequences of equal length, such as windows.
+    """Calls `attend` once per group of consecutive sequences of equal length, such as windows; returns [total, H, D].
 
     Reads cu_seqlens, which synchronizes with the device, and raises ValueError for invalid values.
     """
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))  # [total, H, D]
     bounds: list[int] = cu_seqlens.tolist()
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] > len(q) or min(lengths, default=0) < 0:
@@ -261,13 +251,12 @@ def _by_sequences(
 
 
 def _with_block_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None) -> Tensor:
-    """Calls SDPA with a block-diagonal mask [total, total], for runtimes without variable-length attention."""
-    token = torch.arange(q.shape[0], device=q.device)
+    """Calls SDPA with a block-diagonal mask, for runtimes without variable-length attention; returns [total, H, D]."""
+    token = torch.arange(q.shape[2], device=q.device)
     sequence = (token[:, None] >= cu_seqlens[None, 1:]).sum(1)  # [total]
     inside = sequence < cu_seqlens.shape[0] - 1
     allowed = (sequence[:, None] == sequence[None, :]) & inside[None, :]
-    q, k, v = (as_batch(tensor) for tensor in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, allowed, scale=scale)[0].transpose(0, 1)
+    return F.scaled_dot_product_attention(q, k, v, allowed, scale=scale)[0].transpose(0, 1).contiguous()
 
 
 def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[str]:
