@@ -134,7 +134,7 @@ def _attend(qkv: Sequence[Tensor], keys: Keys | None, scale: float | None, backe
         qkv = [tensor.to(matmul_dtype(tensor)) for tensor in qkv]
     if len(qkv) == 1:
         check_dtype("qkv", first)
-    elif message := _mismatch(*qkv, _BATCH if cu_seqlens is None else _PACKED):
+    elif message := _mismatch(qkv, _BATCH if cu_seqlens is None else _PACKED):
         raise ValueError(message)
     if keys is not None:
         check_keys(keys, first.shape[0], first.shape[1] if len(qkv) == 1 else qkv[1].shape[2], first.device)
@@ -183,7 +183,7 @@ def scaled_dot_product_attention(
         q, k, v = (tensor.to(matmul_dtype(tensor)) for tensor in (query, key, value))  # as SDPA under autocast
         key_mask = None if attn_mask is None else key_mask_of(attn_mask, q, k)
         factor = softmax_scale(q, scale)
-        understood = (attn_mask is None or key_mask is not None) and not _mismatch(q, k, v, _BATCH)
+        understood = (attn_mask is None or key_mask is not None) and not _mismatch((q, k, v), _BATCH)
         if understood and not unsupported_reasons(q, k, v, factor):
             out: Tensor = attention_kernel([q, k, v], None, key_mask, 0, factor)[0]
             return out
@@ -192,9 +192,10 @@ def scaled_dot_product_attention(
     )
 
 
-def _mismatch(q: Tensor, k: Tensor, v: Tensor, shape: str) -> str:
+def _mismatch(qkv: Sequence[Tensor], shape: str) -> str:
     """Returns an error message if q, k and v do not match each other or the pattern `shape`, else ""."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    q, k, v = qkv
+    for name, tensor in zip("qkv", qkv):
         if tensor.dim() != shape.count(",") + 1:
             return f"{name} must have shape {shape}, got {tuple(tensor.shape)}"
         check_dtype(name, tensor)
