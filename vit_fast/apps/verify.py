@@ -31,36 +31,38 @@ def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | N
     if "triton" in resolved and (reasons := triton_unavailable_reasons(place)):
         raise UnsupportedInputError("verify with backend='triton'", reasons)
     interpreted = place.type == "cpu" and "triton" in resolved
+    rows: list[dict[str, Any]] = []
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        rows = [row for backend in resolved for row in _rows(backend, place, interpreted)]
+        for backend in resolved:
+            # Triton's interpreter computes bf16 incorrectly; compiled kernels compute fp32 matmuls in TF32
+            names = ("fp32", "fp16") if interpreted else ("fp16", "bf16") if backend == "triton" else tuple(_DTYPES)
+            rows += [row for name in names for case in _cases(place, interpreted) for row in _rows(case, backend, name)]
     return {"device": str(place), "interpreted": interpreted and interpreter_is_active(), "rows": rows}
 
 
-def _rows(backend: str, device: torch.device, interpreted: bool) -> Iterator[dict[str, Any]]:
-    # Triton's interpreter computes bf16 incorrectly; compiled kernels compute fp32 matmuls in TF32
-    dtypes = ("fp32", "fp16") if interpreted else ("fp16", "bf16") if backend == "triton" else tuple(_DTYPES)
-    for name in dtypes:
-        dtype = _DTYPES[name]
-        for case, function, inputs in _cases(device, interpreted):
-            rounded = [tensor.to(dtype) for tensor in inputs]
-            cases = (case,) if case.startswith("VisionTransformer") else (case, f"{case} gradient")
-            problem, runs = None, []
-            try:
-                for on, at in ((backend, dtype), ("eager", dtype), ("eager", torch.float64)):
-                    runs.append(_run(function, rounded, on, at, len(cases)))
-            except Exception as error:  # report the failure in a row and continue with the other cases
-                problem = f"{type(error).__name__}: {error}"
-            for i, each in enumerate(cases):
-                # "subject" is the former name of "case", for existing readers
-                row: dict[str, Any] = {"subject": each, "case": each, "backend": backend, "dtype": name}
-                row |= {"error": None, "eager_error": None, "allowed": None, "problem": problem, "ratio": None}
-                row["passed"] = False
-                if problem is None:
-                    verdict = judge(runs[0][i], runs[1][i], runs[2][i], (FORWARD_FACTOR, GRADIENT_FACTOR)[i])
-                    row |= vars(verdict) | {"passed": verdict.passed}
-                    row["ratio"] = verdict.error / verdict.eager_error if verdict.eager_error else None
-                yield row
+def _rows(case: Case, backend: str, dtype_name: str) -> Iterator[dict[str, Any]]:
+    """Yields the result of a case, and of the gradient of its first input unless it is a model."""
+    name, function, inputs = case
+    dtype, problem, runs = _DTYPES[dtype_name], None, []
+    titles = (name,) if name.startswith("VisionTransformer") else (name, f"{name} gradient")
+    try:
+        for on, at in ((backend, dtype), ("eager", dtype), ("eager", torch.float64)):
+            first, *others = (tensor.to(dtype).to(at) for tensor in inputs)
+            with torch.set_grad_enabled(len(titles) == 2):
+                out = function(first.requires_grad_(len(titles) == 2), *others, backend=on)
+            runs.append([out.detach(), *(torch.autograd.grad(out.square().sum(), first) if out.requires_grad else ())])
+    except Exception as error:  # report the failure in a row and continue with the other cases
+        problem = f"{type(error).__name__}: {error}"
+    for i, title in enumerate(titles):
+        # "subject" is the former name of "case", for existing readers
+        row: dict[str, Any] = {"subject": title, "case": title, "backend": backend, "dtype": dtype_name}
+        row |= dict.fromkeys(("error", "eager_error", "allowed", "ratio")) | {"problem": problem, "passed": False}
+        if problem is None:
+            verdict = judge(runs[0][i], runs[1][i], runs[2][i], (FORWARD_FACTOR, GRADIENT_FACTOR)[i])
+            row |= vars(verdict) | {"passed": verdict.passed}
+            row["ratio"] = verdict.error / verdict.eager_error if verdict.eager_error else None
+        yield row
 
 
 def _cases(device: torch.device, small: bool) -> Iterator[Case]:
@@ -89,13 +91,3 @@ def _cases(device: torch.device, small: bool) -> Iterator[Case]:
         return built(images)
 
     yield "VisionTransformer, 2 blocks, C64 N17", model, [draw(2, 3, 32, 32), *weights.values()]
-
-
-def _run(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], backend: str, dtype: torch.dtype, outputs: int
-) -> list[Tensor]:
-    """Returns the output and, if `outputs` is 2, the gradient of the first input."""
-    first, *others = (tensor.detach().to(dtype) for tensor in inputs)
-    with torch.set_grad_enabled(outputs == 2):
-        out = function(first.requires_grad_(outputs == 2), *others, backend=backend)
-    return [out.detach(), *(torch.autograd.grad(out.square().sum(), first) if outputs == 2 else ())]

@@ -78,29 +78,15 @@ def models(
     as_json: AsJson = False,
 ) -> None:
     """List models with parameter count, GFLOPs per image (2 FLOPs per multiply-add), tokens and input size."""
-    rows = model_rows(pattern)
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    titles = ("model", "Mparams", "GFLOP", "tokens", "embed_dim", "depth", "heads", "img_size")
-    cells = []
-    for row in rows:
-        name, parameters, gflop, *sizes, image_hw = row.values()
-        cells.append([name, f"{parameters / 1e6:.1f}", f"{gflop:.1f}", *map(str, sizes), "x".join(map(str, image_hw))])
-    wide_console().print(table(f"{len(rows)} models", titles, cells))
-
-
-def model_rows(pattern: str) -> list[dict[str, Any]]:
-    """Returns a dictionary per matching model; raises ValueError with similar names if none matches."""
     import torch
 
     from ..model import VisionTransformer
     from ..variants import get_variant, list_models
     from ..work import total, work
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in list_models(pattern) or [pattern]:
-        config = get_variant(name).config
+        config = get_variant(name).config  # raises ValueError with similar names if there is no such model
         with torch.device("meta"):
             parameters = sum(p.numel() for p in VisionTransformer(config).parameters())
         rows.append(
@@ -111,7 +97,15 @@ def model_rows(pattern: str) -> list[dict[str, Any]]:
                 "img_size": list(config.image_hw),
             }
         )  # fmt: skip
-    return rows
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    titles = ("model", "Mparams", "GFLOP", "tokens", "embed_dim", "depth", "heads", "img_size")
+    cells = []
+    for row in rows:
+        name, parameters, gflop, *sizes, image_hw = row.values()
+        cells.append([name, f"{parameters / 1e6:.1f}", f"{gflop:.1f}", *map(str, sizes), "x".join(map(str, image_hw))])
+    wide_console().print(table(f"{len(rows)} models", titles, cells))
 
 
 def verify(

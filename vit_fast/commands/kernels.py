@@ -70,7 +70,17 @@ def kernels(
     if mode == "--model" and sizes is not None and (len(sizes) != 1 or sizes[0] < 1):
         raise ValueError(f"--batch-sizes must be one integer >= 1 with --model, got {batch_sizes}")
     if warm_up is not None:
-        _warm_up(warm_up, sizes or [1])
+        import torch
+
+        from .. import create_model
+        from ..run import runtime
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        network = create_model(warm_up, backend="triton").to(device, torch.bfloat16)
+        compiled = runtime.warm_up(
+            network, sizes or [1], progress=lambda done, total: typer.echo(f"{done} of {total}", err=True)
+        )
+        typer.echo(str(compiled))
         return
     if importlib.util.find_spec("vit_fast.kernels.inspect") is None:
         raise ValueError(
@@ -100,17 +110,6 @@ def kernels(
     typer.echo(json.dumps(report, indent=2) if as_json else text_of(report))
     if failed:
         raise typer.Exit(1)
-
-
-def _warm_up(name: str, sizes: list[int]) -> None:
-    import torch
-
-    from .. import create_model
-    from ..run.runtime import warm_up
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = create_model(name, backend="triton").to(device, torch.bfloat16)
-    typer.echo(str(warm_up(model, sizes, progress=lambda done, total: typer.echo(f"{done} of {total}", err=True))))
 
 
 def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, to_stderr: bool = True) -> dict[str, Any]:

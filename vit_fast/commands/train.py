@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,23 +53,30 @@ def train(
     """Train or fine-tune a model on labeled images. Prints loss and accuracy after each epoch, and plots them."""
     import torch
 
+    from ..apps import training
     from ..apps.datasets import open_data
     from ..apps.trainer import joined
-    from ..apps.training import WEIGHTS, config_for, saved_row
-    from ..apps.training import train as run
     from ..files import file_aside
     from ..weights import create_model
 
-    config = config_for(model, {"epochs": epochs, "batch_size": batch_size, "lr": lr}, settings or ())
+    config = training.config_for(model, {"epochs": epochs, "batch_size": batch_size, "lr": lr}, settings or ())
+    if tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise MissingPackageError("tensorboard not installed: pip install 'vit-fast[train]'")
     with joined(parallel) as processes:
         first = processes.rank == 0
-        with (
-            _progress(first, config.epochs) as on_step,
-            _tensorboard_rows(out if first and tensorboard else None) as write,
-        ):
+        with contextlib.ExitStack() as stack:
+            on_step = stack.enter_context(_progress(first, config.epochs))
+            writer: Any = None
+            if first and tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                writer = stack.enter_context(SummaryWriter(str(out / "tensorboard")))
 
             def on_epoch(row: dict[str, Any]) -> None:
-                write(row)
+                if writer is not None:
+                    for name in row.keys() - {"epoch"}:
+                        if row[name] is not None:
+                            writer.add_scalar(name, row[name], row["epoch"])
                 if first:
                     validated = "" if row["accuracy"] is None else f", validation accuracy {row['accuracy']:.2%}"
                     typer.echo(f"epoch {row['epoch'] + 1}/{config.epochs}: loss {row['loss']:.4f}{validated}")
@@ -80,21 +87,21 @@ def train(
             torch.manual_seed(config.seed)
             device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
             # Do not store the model in a variable: it must be freed before the process group.
-            rows = run(
+            rows = training.train(
                 create_model(model_name(model), weights=weights, backend=backend, device=device, **overrides), opened,
                 out, config, resume=resume, workers=workers, processes=processes, on_step=on_step, on_epoch=on_epoch,
             )  # fmt: skip
     if first and rows:
-        row = saved_row(rows, config)
+        row = training.saved_row(rows, config)
         if row["accuracy"] is not None:
             typer.echo(f"validation loss: {row['held_out_loss']:.2f}")
             typer.echo(f"validation accuracy: {row['accuracy']:.2%}")
         with file_aside(out / "curve.png") as aside:
             _draw_curve(rows, aside)
-        typer.echo(f"wrote {out / WEIGHTS}, {out / 'curve.png'}")
+        typer.echo(f"wrote {out / training.WEIGHTS}, {out / 'curve.png'}")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _progress(shown: bool, epochs: int) -> Iterator[Callable[[int, int, int, Measure], None]]:
     """Shows a progress bar with the loss and images per second of the last steps on a terminal."""
     from rich.console import Console
@@ -132,22 +139,3 @@ def _draw_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 axes.plot(epochs, values, marker=".", label=f"{name}: {values[-1]:.4g}")
         axes.legend(frameon=False)
     figure.savefig(path, format="png")
-
-
-@contextmanager
-def _tensorboard_rows(out: Path | None) -> Iterator[Callable[[dict[str, Any]], object]]:
-    """Yields a function that writes a row of the log to out/tensorboard; it does nothing if out is None."""
-    if out is None:
-        yield lambda row: None
-        return
-    if importlib.util.find_spec("tensorboard") is None:
-        raise MissingPackageError("tensorboard not installed: pip install 'vit-fast[train]'")
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer: Any = SummaryWriter(str(out / "tensorboard"))
-    with writer:
-        yield lambda row: [
-            writer.add_scalar(name, value, row["epoch"])
-            for name, value in row.items()
-            if name != "epoch" and value is not None
-        ]
