@@ -114,6 +114,7 @@ def test_copies_dtypes_and_meta():
     x = images().double()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(x), model(x)) and not other.training
+    assert model(x[:0]).shape == (0, 10)
     with torch.device("meta"):
         assert VisionTransformer(ViTConfig())(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
 

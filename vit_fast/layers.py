@@ -143,9 +143,8 @@ class AttentionPool(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         """Computes the attention of the learned query over patches [B, N, C] -> [B, 1, C]."""
-        B, N, _ = x.shape
-        q = self.q(self.latent).reshape(1, 1, self.num_heads, -1).transpose(1, 2).expand(B, -1, -1, -1)
-        k, v = self.kv(x).reshape(B, N, 2, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        q = self.q(self.latent).unflatten(-1, (self.num_heads, -1)).transpose(1, 2).expand(len(x), -1, -1, -1)
+        k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).transpose(1, 3).unbind(2)
         return self.proj(self.mix(q, k, v).transpose(1, 2).flatten(2))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -177,18 +177,13 @@ def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
         raise TrainingError(f"{path}: cannot be read (damaged, or not a checkpoint): {first}") from None
     if not isinstance(state, dict) or state.get("format") != _FORMAT:
         raise TrainingError(f"{path}: must be a checkpoint of vit-fast train")
-    compared = {"the config": (state["config"], asdict(trainer.config))}
-    compared |= {f"the {name}": (state["about"].get(name), value) for name, value in about.items()}
-    different = []
-    for name, (old, new) in compared.items():
-        if isinstance(old, dict) and old != new:
-            fields = sorted({str(key) for key in old.keys() | new.keys() if old.get(key) != new.get(key)})
-            different.append(f"{name} ({', '.join(fields)})")
-        elif old != new:
-            different.append(f"{name} ({old!r}, here {new!r})")
-    if different:
+    old = {**state["config"], **state["about"], **state["about"]["model"], "model": None}
+    new = {**asdict(trainer.config), **about, **about["model"], "model": None}
+    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    if names:
+        different = ", ".join(f"{name} ({old.get(name)!r}, here {new.get(name)!r})" for name in names)
         advice = "use the same settings, or another folder"
-        raise TrainingError(f"{path}: belongs to a run with other settings: {'; '.join(different)}: {advice}")
+        raise TrainingError(f"{path}: belongs to a run with other settings: {different}: {advice}")
     if state["model"].keys() != trainer.model.state_dict().keys():
         raise TrainingError(f"{path}: does not fit this model: its tensors have other names")
     try:
