@@ -24,6 +24,7 @@ from vit_fast import FusionReport
 from vit_fast.accuracy import judge
 
 IMAGE = 32
+SMALL: dict[str, Any] = {"embed_dim": 64, "depth": 2, "num_heads": 2}
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -36,17 +37,36 @@ class Subject:
     output: Callable[[Any], Tensor] = lambda result: result
 
     def build(self, depth: int = 2) -> nn.Module:
-        """Returns the model with random parameters. Zero biases and unit scales would hide mistakes."""
+        """Returns the model with random parameters."""
         torch.manual_seed(0)
-        model = self.make(depth)
-        for parameter in model.parameters():
-            is_vector = parameter.dim() == 1
-            std = 0.3 if is_vector else max(parameter[:1].numel(), 1) ** -0.5
-            nn.init.normal_(parameter, 0.3 if is_vector else 0.0, std)
-        return model
+        return randomize(self.make(depth))
 
     def run(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         return self.output(model(**inputs))
+
+
+def randomize(module: nn.Module) -> nn.Module:
+    """Draws every parameter. Zero biases and unit scales would hide mistakes, and large activations round coarsely."""
+    for parameter in module.parameters():
+        is_vector = parameter.dim() < 2
+        std = 0.3 if is_vector else max(parameter[:1].numel(), 1) ** -0.5
+        nn.init.normal_(parameter, 0.3 if is_vector else 0.0, std)
+    return module
+
+
+@torch.no_grad()
+def assert_same_outputs(
+    own: vit_fast.VisionTransformer, peer: nn.Module, run_peer: Callable[..., Tensor] | None = None,
+    fp64_tolerance: float = 1e-10,
+) -> None:  # fmt: skip
+    """Compares outputs for random images in fp32, and in fp64 with a smaller tolerance."""
+    images = torch.randn(2, own.config.in_chans, *own.config.image_hw)
+    run = run_peer or nn.Module.__call__
+    exact = run(copy.deepcopy(peer.eval()).double(), images.double())
+    assert exact.std() > 0.05, "a constant output would prove nothing"
+    for found in (own(images), run(peer, images)):
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
+    torch.testing.assert_close(copy.deepcopy(own).double()(images.double()), exact, rtol=0, atol=fp64_tolerance)
 
 
 def images(name: str, height: int = IMAGE, width: int | None = None) -> Callable[[], dict[str, Tensor]]:

@@ -12,7 +12,7 @@ from command_line import run
 from fused_models import SUBJECTS
 from PIL import Image
 from torch import nn
-from weights_peers import randomize
+from fused_models import randomize
 
 import vit_fast
 from vit_fast import figures

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import timm
 import torch
-from fused_models import double_inputs
+from fused_models import SMALL as SIZES
+from fused_models import assert_same_outputs, double_inputs, randomize
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from torch import Tensor, nn
-from weights_peers import SMALL as SIZES
-from weights_peers import assert_same_outputs, randomize
 
 import vit_fast
 from vit_fast.accuracy import judge

@@ -69,19 +69,11 @@ def test_padding_masks_have_stride_zero_and_others_equal_those_of_sdpa() -> None
     pytest.importorskip("transformers", minversion="5.0")
     from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
-    from vit_fast.integrations.transformers import attention_forward
-
-    config = transformers.Siglip2VisionConfig()
-    module, q, k, v = interface_inputs()
-    present = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
-    tokens = torch.randn(2, 5, 32)
-    for make, form in ((create_bidirectional_mask, True), (create_causal_mask, False)):
-        masks = {}
+    config, present = transformers.Siglip2VisionConfig(), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    for make, options in ((create_bidirectional_mask, {}), (create_causal_mask, {"past_key_values": None})):
+        masks = []
         for name in ("sdpa", "vit_fast"):
             config._attn_implementation = name
-            kwargs = {} if form else {"past_key_values": None}
-            masks[name] = make(config=config, inputs_embeds=tokens, attention_mask=present, **kwargs)
-        assert torch.equal(masks["vit_fast"], masks["sdpa"])
-        assert (masks["vit_fast"].stride(2) == 0) == form
-        found, expected = (attention_forward(module, q, k, v, mask)[0] for mask in masks.values())
-        torch.testing.assert_close(found, expected)
+            masks.append(make(config=config, inputs_embeds=torch.randn(2, 5, 32), attention_mask=present, **options))
+        assert torch.equal(*masks)
+        assert (masks[1].stride(2) == 0) == (make is create_bidirectional_mask)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from weights_peers import SMALL, assert_same_outputs, randomize
+from fused_models import SMALL, assert_same_outputs, randomize
 
 from vit_fast import VisionTransformer, ViTConfig, create_model, load_weights
 from vit_fast.libraries import torchvision
