@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 from command_line import run
-from fused_models import SUBJECTS
+from fused_models import SUBJECTS, randomize
 from PIL import Image
 from torch import nn
-from fused_models import randomize
 
 import vit_fast
 from vit_fast import figures

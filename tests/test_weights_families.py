@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
 from fused_models import SMALL, assert_same_outputs, randomize
+from torch import Tensor, nn
 
 from vit_fast import VisionTransformer, ViTConfig, create_model, load_weights
 from vit_fast.libraries import torchvision

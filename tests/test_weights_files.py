@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from fused_models import SMALL
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from fused_models import SMALL
 
 import vit_fast
 from vit_fast import DataConfig, create_model, load, load_weights, save
