@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..accuracy import Measure, allowed_error, error_of, size_of
+from ..accuracy import Measure, error_of, size_of
 from ..errors import UnsupportedInputError
 from ..fusion.fuse import unfuse
 from ..ops.backends import triton_unavailable_reasons
@@ -121,20 +121,21 @@ def expect(model: nn.Module, example: Any, others: Sequence[Any] = ()) -> tuple[
             raise ValueError(f"the model must return floating-point tensors, got {type(output).__name__}")
         if not all(bool(leaf.isfinite().all()) for leaf in leaves):
             raise ValueError("the model must return finite outputs, got NaN or infinity for the example")
-        for one, other in zip(leaves, again):
-            if one.shape != other.shape or error_of(one, other) > torch.finfo(one.dtype).eps ** 0.5 * size_of(one):
-                raise ValueError("the model must be deterministic, got different outputs for the same input")
+        if not _are_same(leaves, again):
+            raise ValueError("the model must be deterministic, got different outputs for the same input")
         # in fp64 a few images, or all if outputs depend on the rest of the batch
         batch, (exact_model, rounding) = first_batch(example), _exact(model)
-        rows = spread(batch, MOST_IN_FP64)
+        rows, checked = spread(batch, MOST_IN_FP64), leaves
 
         def cut(value: Tensor) -> Tensor:
             return value[rows] if value.dim() and value.shape[0] == batch else value
 
-        some, checked = pytree.tree_map_only(Tensor, cut, example), [cut(leaf) for leaf in leaves]
-        exact = leaves_of(call(exact_model, some))
-        if len(rows) < batch and not _are_alike(checked, exact, leaves_of(call(model, some))):
-            exact, checked = leaves_of(call(exact_model, example)), leaves
+        if len(rows) < batch:
+            some = pytree.tree_map_only(Tensor, cut, example)
+            alone = leaves_of(call(model, some))
+            if _are_same([cut(leaf) for leaf in leaves], alone):
+                example, checked = some, alone
+        exact = leaves_of(call(exact_model, example))
         errors: list[dict[Measure, float]] = [
             {m: max(error, rounding * size_of(right, m)) for m, error in errors_of(leaf, right).items()}
             for leaf, right in zip(checked, exact, strict=True)
@@ -145,11 +146,11 @@ def expect(model: nn.Module, example: Any, others: Sequence[Any] = ()) -> tuple[
     return output, Reference(exact, limits, shapes, names, rows, outputs, type(output))
 
 
-def _are_alike(checked: list[Tensor], exact: list[Tensor], alone: list[Tensor]) -> bool:
-    """Returns True if outputs of the whole batch are about as close to fp64 as those of a few images `alone`."""
-    return [leaf.shape for leaf in checked] == [leaf.shape for leaf in exact] and all(
-        error_of(leaf, right, "rms") <= 4 * allowed_error(error_of(one, right, "rms"), right, leaf.dtype, measure="rms")
-        for leaf, right, one in zip(checked, exact, alone)
+def _are_same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Returns True for the same shapes and, except for rounding errors, the same values."""
+    return all(
+        one.shape == other.shape and error_of(one, other) <= torch.finfo(one.dtype).eps ** 0.5 * size_of(one)
+        for one, other in zip(ones, others, strict=True)
     )
 
 
