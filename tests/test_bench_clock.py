@@ -60,13 +60,6 @@ def test_untimed_calls_outlast_the_threads_of_the_previous_candidate(monkeypatch
     assert now_ms - before <= (SIX.warmup_repeats + SIX.repeats + 4) * 10  # none for a call alone
 
 
-def test_peak_memory_counts_what_is_alive_at_once() -> None:
-    x = torch.randn(512, 512)  # 1 MiB
-    three = clock.peak_memory_of_call(lambda: [x + 1, x + 2, x + 3], CPU)
-    in_turn = clock.peak_memory_of_call(lambda: [(x + i).sum() for i in range(3)], CPU)
-    assert three == pytest.approx(3 * 2**20, rel=0.01) and in_turn == pytest.approx(2**20, rel=0.01)
-
-
 def measure(noisy: bool, **others_ms: float) -> list[dict[str, list[float]]]:
     """Samples on twenty simulated machines, of identical code under four names and of others."""
     times_ms = dict.fromkeys(("first", "again", "a", "b"), 10.0) | others_ms
