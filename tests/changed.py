@@ -39,12 +39,9 @@ PREDICTION = ("predict*", "data", "files")
 TRAINING = ("train*",)
 # The tests of a folder, by names without test_ and .py; a path is one of the folders that it begins with.
 PARTS: dict[str, tuple[str, ...]] = {
-    "kernels": (*KERNELS, *COMPILED, "fp8_*", "transforms"),
-    "kernels/attention": ("attention_*", "kernel_shapes", *COMPILED, "packed", "block_operator", "fp8_block"),
+    "kernels": (*KERNELS, *COMPILED, "fp8_*", "transforms", "packed"),
     "kernels/inspect": (*COMPILED, "kernel_shapes", "packaging"),
     "vit_fast": (*FUSED, *FP8, *PREDICTION, *MODEL, "stand_in_driver", "transforms", "runtime", "cli"),
-    "vit_fast/blocks": (*FUSED, *FP8, *MODEL, "stand_in_driver", "transforms", "runtime"),
-    "vit_fast/fusion": (*FUSED, *FP8, *MODEL, "stand_in_driver", "transforms", "runtime"),
     "vit_fast/quantization": (*FP8, "export_eight_bit*"),
     "vit_fast/run": ("runtime", "graph_*", "warm_up", "stand_in_driver"),
     "vit_fast/apps": (*PREDICTION, *TRAINING, "docs"),

@@ -89,9 +89,5 @@ def _rope_tables(
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-@functools.lru_cache(maxsize=32)
-def _cached_tables(
-    config: RopeConfig, grid: Size, head_dim: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):  # later calls may need autograd, which does not support inference tensors
-        return _rope_tables(config, grid, head_dim, device, dtype)
+# not inference tensors, because later calls may need autograd
+_cached_tables = functools.lru_cache(maxsize=32)(torch.inference_mode(False)(_rope_tables))

@@ -122,7 +122,7 @@ def train(
     processes.wait()  # before the first process writes
     check_replaceable(out / CHECKPOINT)
     for epoch in range(len(rows), config.epochs):
-        if config.patience and rows and len(rows) - 1 - _best(rows) >= config.patience:
+        if config.patience and rows and len(rows) - 1 - saved_epoch(rows, config) >= config.patience:
             break
         torch.manual_seed(mixed_seed(config.seed, epoch, processes.rank))  # mixup, dropout and drop path
         images.epoch = epoch  # restarted workers read it
@@ -148,7 +148,7 @@ def train(
             "accuracy": None if held_out is None else held_out.correct / held_out.seen,
         }
         rows.append(row)
-        _write(out, trainer, rows, about, save=saved_row(rows, config) is row)
+        _write(out, trainer, rows, about, save=saved_epoch(rows, config) == epoch)
         on_epoch(row)
     weights: Any = read_file(out / WEIGHTS).tensors
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
@@ -156,13 +156,9 @@ def train(
     return rows
 
 
-def saved_row(rows: list[Row], config: TrainConfig) -> Row:
-    """Returns the row of the epoch whose weights are saved: the last one, or with patience the best one."""
-    return rows[_best(rows) if config.patience else -1]
-
-
-def _best(rows: list[Row]) -> int:
-    return max(range(len(rows)), key=lambda epoch: rows[epoch]["accuracy"])
+def saved_epoch(rows: list[Row], config: TrainConfig) -> int:
+    """Returns the epoch whose weights are saved: the last one, or with patience the best one."""
+    return max(range(len(rows)), key=lambda epoch: rows[epoch]["accuracy"]) if config.patience else len(rows) - 1
 
 
 def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:

@@ -92,7 +92,7 @@ def train(
                 out, config, resume=resume, workers=workers, processes=processes, on_step=on_step, on_epoch=on_epoch,
             )  # fmt: skip
     if first and rows:
-        row = training.saved_row(rows, config)
+        row = rows[training.saved_epoch(rows, config)]
         if row["accuracy"] is not None:
             typer.echo(f"validation loss: {row['held_out_loss']:.2f}")
             typer.echo(f"validation accuracy: {row['accuracy']:.2%}")
