@@ -7,7 +7,6 @@ run can be repeated, resumed, and compared step by step between backends.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ..errors import check_integer, known_fields
 from ..files import check_replaceable, file_aside
@@ -132,12 +131,12 @@ def train(
             measures.append(trainer.step(*batch))
             on_step(epoch, step, steps, measures[-1])
         held_out = None
-        if data.held_out is not None:  # processes with fewer images repeat the first one and do not count it
-            own = list(range(processes.rank, len(data.held_out), processes.world))
-            filled = own + [0] * (math.ceil(len(data.held_out) / processes.world) - len(own))
-            subset = Subset(PreparedImages(data.held_out, model), filled)
-            validation = DataLoader(subset, config.batch_size // processes.world, num_workers=workers)
-            held_out = trainer.measure(batches_of(validation), len(own))
+        if data.held_out is not None:  # processes with fewer images repeat one of them and do not count it
+            unseen = PreparedImages(data.held_out, model)
+            order: DistributedSampler[Any] = DistributedSampler(unseen, processes.world, processes.rank, shuffle=False)
+            validation = DataLoader(unseen, loader.batch_size, sampler=order, num_workers=workers)
+            own = len(range(processes.rank, len(unseen), processes.world))
+            held_out = trainer.measure(batches_of(validation), own)
         seen = sum(measure.seen for measure in measures)
         row: Row = {
             "epoch": epoch,
