@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,11 @@ from typing import Any
 import torch
 from triton.testing import do_bench
 
+from ..attention import attention_policy as policy
 from ..attention.attention import problem_of
 from ..attention.attention_backward import backward_launches
 from ..attention.attention_forward import forward_launch
-from ..attention.attention_policy import (
-    MAX_ROW_KEYS,
-    ROW_CHUNKS,
-    TABLE_PATH,
-    BackwardConfig,
-    ForwardConfig,
-    Problem,
-    dkdv_config,
-    dq_config,
-    forward_config,
-)
+from ..attention.attention_policy import TABLE_PATH, BackwardConfig, ForwardConfig, Problem
 from ..launch import Launch
 
 Config = ForwardConfig | BackwardConfig
@@ -62,8 +54,9 @@ def candidates(task: Task) -> Iterator[Config]:
         for (block_m, block_n), num_warps, num_stages in product(tiles, (4, 8), (1, 2, 3)):
             yield BackwardConfig(block_m, block_n, num_warps, num_stages, tma)
         return
-    if task.problem.n_kv <= MAX_ROW_KEYS:
-        for (largest, chunks), per_program, num_stages, maxnreg in product(ROW_CHUNKS, (1, 2, 4), (1, 2), (None, 168)):
+    if task.problem.n_kv <= policy.MAX_ROW_KEYS:
+        choices = product(policy.ROW_CHUNKS, (1, 2, 4), (1, 2), (None, 168))
+        for (largest, chunks), per_program, num_stages, maxnreg in choices:
             yield ForwardConfig("row", 64, largest, per_program, chunks, 4, num_stages, tma, maxnreg)
     warps = ((64, 128, 4), (64, 64, 4), (128, 128, 8), (128, 64, 8), (128, 64, 4))
     for (block_m, block_n, num_warps), num_stages in product(warps, (2, 3)):
@@ -101,17 +94,17 @@ def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.devi
     lse, delta = torch.empty(2, batch, heads, tokens, device=device)
     scale, problem = head_dim**-0.5, problem_of(q, k, v, o, do, dq)
 
-    def forward(config: ForwardConfig) -> Launch:
-        return forward_launch(q, k, v, o, lse, scale, config)
+    forward = partial(forward_launch, q, k, v, o, lse, scale)
 
     def backward(config: BackwardConfig) -> tuple[Launch, Launch]:
         return backward_launches(q, k, v, o, do, lse, dq, dk, dv, delta, scale, config, config)
 
-    yield Task("forward", problem, forward_config(problem), forward, (o,))
-    forward(forward_config(problem)).run()
-    yield Task("dq", problem, dq_config(problem), lambda config: backward(config)[0], (dq,))
-    backward(dq_config(problem))[0].run()
-    yield Task("dkdv", problem, dkdv_config(problem), lambda config: backward(config)[1], (dk, dv))
+    by_rule, dq_by_rule = policy.forward_config(problem), policy.dq_config(problem)
+    yield Task("forward", problem, by_rule, forward, (o,))
+    forward(by_rule).run()
+    yield Task("dq", problem, dq_by_rule, lambda config: backward(config)[0], (dq,))
+    backward(dq_by_rule)[0].run()
+    yield Task("dkdv", problem, policy.dkdv_config(problem), lambda config: backward(config)[1], (dk, dv))
 
 
 def tune(
