@@ -7,7 +7,7 @@ Backward: `matmul_gradient` and `gradients.layer_norm_gradient` for attention, `
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -97,23 +97,18 @@ def linear_residual(
     return out, row_part
 
 
-@dataclass(frozen=True)
-class FoldedGradient:
-    """Gradient dz of the output of a folded linear layer, as `activation_gradient` returns it."""
-
-    scaled: Tensor  # dz~ [M, F] in the dtype of z: rstd * dz; only dz where a row of x is constant or normalized
-    row_part: Tensor  # partial sums of dz * (z - c) over F, fp32 [M, parts]; c as in `folding.py`
-    column_part: Tensor  # partial sums over M of dz and of dz~ * mean, fp32 [sums, 2, F]
-
-
 def activation_gradient(
     grad: Tensor, scaled: ScaledWeight, z: Tensor, x: NormInput, folded: FoldedLinear, activation: str,
     gated: bool = False, hidden: Tensor | None = None, along: Tensor | None = None,
-) -> tuple[FoldedGradient, Tensor]:  # fmt: skip
-    """Returns the gradient of fc1's output z, and recomputes h = act(z) [M, F], or act(g) u if gated.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns dz~, two sums of the gradient dz of fc1's output z, and the recomputed h = act(z), or act(g) u if gated.
+
+    dz~ is rstd dz in the shape and dtype of z; it is dz where a row of x is constant or normalized. The first sum is of
+    dz (z - c) over F (c: `folding.py`), as partial sums, fp32 [M, parts]. The second is of dz and of dz~ mean over M,
+    as partial sums, fp32 [sums, 2, F].
 
     `grad` is the gradient dy of fc2's output [M, C], and `scaled` is diag(LayerScale) W2 [C, F]. If a norm follows h,
-    pass `hidden` (mean and rstd of h, fp32 [2, M]) and `along` (fp32 [M], see `hidden_norm.py`). The second result is
+    pass `hidden` (mean and rstd of h, fp32 [2, M]) and `along` (fp32 [M], see `hidden_norm.py`). The last result is
     then h^, the normalized h.
     """
     (M, width), F = z.shape, scaled.weight.shape[1]
@@ -128,18 +123,21 @@ def activation_gradient(
     column_part = torch.empty(ceil_div(M, config.block_m), 2, width, dtype=torch.float32, device=z.device)
     operands = replace(operands, row_part=row_part, column_part=column_part)
     matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
-    return FoldedGradient(out, row_part, column_part), h
+    return out, row_part, column_part, h
 
 
 def input_gradient(
-    gradient: FoldedGradient, x: NormInput, folded: FoldedLinear, residual: Tensor | None, rounded: bool = False
+    scaled: Tensor, row_part: Tensor, x: NormInput, folded: FoldedLinear, residual: Tensor | None, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns [residual +] dx [M, C] twice: in the dtype of x, and, if `rounded`, in the dtype of the matmuls."""
+    """Returns [residual +] dx [M, C] twice: in the dtype of x, and, if `rounded`, in the dtype of the matmuls.
+
+    `scaled` and `row_part` are the first two results of `activation_gradient`.
+    """
     out = torch.empty_like(x.source, dtype=x.input_dtype)
     narrow = torch.empty_like(x.source) if rounded and out.dtype != x.source.dtype else None
     operands = Operands(
-        gradient.scaled, folded.weight, out, x=x.source, residual=residual, mean=x.mean,
-        rstd=x.rstd, row_part=gradient.row_part, h=narrow,
+        scaled, folded.weight, out, x=x.source, residual=residual, mean=x.mean,
+        rstd=x.rstd, row_part=row_part, h=narrow,
     )  # fmt: skip
     run_matmul(operands, "layer_norm_grad")
     return out, out if narrow is None else narrow

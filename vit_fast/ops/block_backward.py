@@ -155,15 +155,14 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
                 gradients["scale2"] = d_scale.to(t.scale2.dtype)
                 d_branch, sums["fc2"] = (dy * t.scale2).to(s.dtype), sums["fc2"] * t.scale2
         gated = t.gate_weight is not None
-        d_fc1, h = linear.activation_gradient(
+        d_fc1, row_part, sums["fc1"], h = linear.activation_gradient(
             dy, scaled["fc2"], saved.z, norm_input, folded, s.activation, gated, saved.hidden, along
         )
         # for proj, `narrow` is a copy of the gradient in the dtype of the matmuls
         stream, narrow = linear.input_gradient(
-            d_fc1, norm_input, folded, stream if s.residual else None, t.qkv_weight is not None
+            d_fc1, row_part, norm_input, folded, stream if s.residual else None, t.qkv_weight is not None
         )
-        pairs = {"fc1": (d_fc1.scaled, norm_input.source), "fc2": (d_branch, h)}
-        sums["fc1"] = d_fc1.column_part
+        pairs = {"fc1": (d_fc1, norm_input.source), "fc2": (d_branch, h)}
     if t.qkv_weight is not None:
         d_proj = stream.to(s.dtype) if narrow is None else narrow
         d_mixed = linear.matmul_gradient(d_proj, scaled["proj"]).view(saved.mixed.shape)
