@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vit_fast.accuracy import judge
 from vit_fast.kernels.device import Gpu
+from vit_fast.kernels.inspect import offline
 from vit_fast.kernels.layer_norm import new_statistics
 from vit_fast.kernels.linear.split_k import finish_residual_launch
 from vit_fast.kernels.matmul.matmul_launch import Operands
@@ -202,6 +203,19 @@ def test_outputs_passed_to_the_next_block_match_its_own(kept: dict[str, None], b
     passed, made = (fused_block(y, own, folded, x8=x8, **case.options) for own, x8 in ((statistics, y8), (None, None)))
     torch.testing.assert_close(passed[0].float(), made[0].float(), rtol=0.02, atol=0.02)
     assert passed[1:] == made[1:] == (None, None)
+
+
+@torch.no_grad()
+def test_a_block_is_five_launches(block: Any) -> None:
+    """FP8 adds no pass over memory, except for the input of the first block."""
+    case, scales = block
+    folded = fold(case.t, BF16, scales=scales)
+    options = case.options | {"next_factor": 1 / scales.qkv, "next_statistics": True}
+    with offline.recorded(offline.gpu("sm_90")) as launches:
+        y, statistics, y8 = fused_block(case.x, None, folded, **options)
+        assert len(launches) == 6
+        fused_block(y, statistics, folded, x8=y8, **options)
+    assert len(launches) == 11
 
 
 def test_parts_of_k_end_in_e4m3_too() -> None:

@@ -46,21 +46,17 @@ def _frozen() -> Tensor:
     return replace(case, t=fold(case.t, FP32, inner_norm="layer_norm")).fused()[0]
 
 
-def fp8_block() -> tuple[Tensor, Any, dict[str, Any]]:
-    """Returns arguments of `fused_block`: x, a block in e4m3, and options that return tokens in e4m3."""
-    case = make_block(BF16, width=96, hidden=160)
-    one = torch.ones((), device=DEVICE)
-    scales = BlockScales(one.repeat(96) / 64, one / 64, one.repeat(96) / 64, one / 64)
-    options = case.options | {"next_factor": 1 / scales.qkv, "next_statistics": True}
-    return case.x.detach(), fold(case.t, BF16, scales=scales), options
-
-
 @torch.no_grad()
 def _fp8() -> Tensor:
     """Runs two blocks; the second one receives statistics and tokens in e4m3."""
-    x, block, options = fp8_block()
-    y, statistics, x8 = fused_block(x, None, block, **options)
-    return fused_block(y, statistics, block, x8=x8, **options)[0]
+    case = make_block(BF16, width=96, hidden=160)
+    one = torch.ones((), device=DEVICE)
+    scales = BlockScales(one.repeat(96) / 64, one / 64, one.repeat(96) / 64, one / 64)
+    block = fold(case.t, BF16, scales=scales)
+    y, statistics, x8 = fused_block(
+        case.x, None, block, **case.options, next_factor=1 / scales.qkv, next_statistics=True
+    )
+    return fused_block(y, statistics, block, x8=x8, **case.options)[0]
 
 
 def _rotary(norm: str = "layer_norm", rotated: bool = True) -> Tensor:

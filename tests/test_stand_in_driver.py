@@ -33,28 +33,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return children.environment(str(shared / "triton-cache")) | {"VIT_FAST_EXECUTE": "sm_90"}
 
 
-_FP8_COUNTS = """
-import json, sys
-from test_operators import fp8_block
-from vit_fast.kernels.inspect import stand_in_driver
-from vit_fast.ops.block import fused_block
-driver = stand_in_driver.install(sys.argv[1])
-(x, block, options), statistics, x8, counts = fp8_block(), None, None, []
-for _ in range(5):
-    before = driver.counters().launches
-    x, statistics, x8 = fused_block(x, statistics, block, x8=x8, **options)
-    counts.append(driver.counters().launches - before)
-print(json.dumps([counts, driver.violations()]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_90", "sm_89"])
-def test_a_block_in_fp8_is_five_launches(arch: str, environment: dict[str, str]) -> None:
-    """FP8 adds no pass over memory, except for the input of the first block."""
-    assert json.loads(run_python(["-c", _FP8_COUNTS, arch], environment)) == [[6, 5, 5, 5, 5], []]
-
-
 _LIBRARY_COUNTS = """
 import json
 import pytest
