@@ -164,14 +164,6 @@ def statistics_of(x: Tensor) -> Tensor:
     return torch.stack(found, 2)
 
 
-def combined(part: Tensor, width: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns mean and rstd of rows of `width` columns in fp64, from statistics of their pieces."""
-    counts = torch.tensor([min(PIECE, width - first) for first in range(0, width, PIECE)], device=part.device).double()
-    means, squares = part.double().unbind(1)
-    mean = (counts * means).sum(1) / width
-    return mean, torch.rsqrt((squares + counts * (means - mean[:, None]) ** 2).sum(1) / width + eps)
-
-
 def assert_rule(
     own: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor], names: Sequence[str] | None = None
 ) -> None:

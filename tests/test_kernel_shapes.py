@@ -12,7 +12,6 @@ import pytest
 import torch
 from children import environment, run_python
 from kernel_support import DEVICE, HAS_GPU
-from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
@@ -125,13 +124,10 @@ def test_a_partial_wave_gets_its_own_launch() -> None:
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_two_launches_compute_the_same_as_one(dtype: torch.dtype, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def normal(*shape: int, seed: int) -> Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-    h, weight, residual = normal(150, 64, seed=0), normal(80, 64, seed=1), normal(150, 80, seed=2)
-    vectors, scale = (normal(80, seed=3), normal(80, seed=4)), torch.full((80,), 0.125, device=DEVICE)
-    out8 = torch.empty(2, 150, 80, dtype=torch.float8_e4m3fn, device=DEVICE)
-    whole = linear.linear_residual(h, weight, *vectors, residual, True, out8=out8[0], out_scale=scale)
+    shapes = (150, 64), (80, 64), (80,), (80,), (150, 80)
+    tensors = [torch.randn(shape).to(DEVICE, dtype) for shape in shapes]
+    out8, scale = torch.empty(2, 150, 80, dtype=torch.float8_e4m3fn, device=DEVICE), torch.full((80,), 0.125).to(DEVICE)
+    whole = linear.linear_residual(*tensors, True, out8=out8[0], out_scale=scale)
     monkeypatch.setattr(linear, "rows_in_whole_waves", lambda operands: 128)
     config_of, calls = linear.residual_config, []
 
@@ -140,7 +136,7 @@ def test_two_launches_compute_the_same_as_one(dtype: torch.dtype, splits: int, m
         return config_of(operands)[0], splits if operands.sizes[0] < 128 else 1
 
     monkeypatch.setattr(linear, "residual_config", config)
-    cut = linear.linear_residual(h, weight, *vectors, residual, True, out8=out8[1], out_scale=scale)
+    cut = linear.linear_residual(*tensors, True, out8=out8[1], out_scale=scale)
     assert calls == [128, 22]
     for one, other in zip(whole, cut, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
