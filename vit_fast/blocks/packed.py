@@ -117,18 +117,6 @@ class Packed(Frozen):
         return self._steps
 
 
-def is_plain_call(x: Tensor) -> bool:
-    """True if x is on the CPU and the call is not traced, intercepted by a dispatch mode, or under autocast."""
-    if type(x) is not Tensor or torch.compiler.is_compiling():
-        return False
-    # FLOP counters and FakeTensor are dispatch modes; neither they nor tracers support packed weights
-    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
-        return False
-    if x.numel() == 0 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
-        return False
-    return not in_transform()
-
-
 def run_packed(
     blocks: Sequence[Packed], x: Tensor, rope: Rope | None, keys: Keys | None, outputs: int | None = None
 ) -> Tensor:
@@ -243,7 +231,14 @@ def is_packable(parts: BlockParts) -> bool:
 def packed_for(parts: BlockParts, x: Tensor) -> Packed | None:
     """Returns the packed linear layers of a block for a call with these tokens, or None."""
     packed = parts.frozen
-    if not isinstance(packed, Packed) or parts.fp8 is not None or x.dtype is not packed.dtype or not is_plain_call(x):
+    if not isinstance(packed, Packed) or parts.fp8 is not None or x.dtype is not packed.dtype:
+        return None
+    if type(x) is not Tensor or torch.compiler.is_compiling():
+        return None
+    # FLOP counters and FakeTensor are dispatch modes; neither they nor tracers support packed weights
+    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None or in_transform():
+        return None
+    if x.numel() == 0 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return None
     for half in (parts.attention, parts.mlp):  # None if the half must run as modules
         if half is None or half.drops() or half.drops_path():

@@ -122,18 +122,23 @@ class Watch:
     def __init__(self, owner: nn.Module, edges: list[Edge], values: list[tuple[Any, str, object]]) -> None:
         self.owner, self.values = owner, tuple(values)
         self.modules = tuple(child for _, _, child in edges)
-        direct = [value for value in values if value[1] in getattr(value[0], "__dict__", ())]
-        absent = [value for value in values if isinstance(value[0], nn.Module) and value[2] is None]
-        self._direct = tuple((value[0].__dict__, *value[1:]) for value in direct)
-        self._absent = tuple((value[0].__dict__, value[1]) for value in absent if value not in direct)
-        self._others = tuple(value for value in values if value not in direct and value not in absent)
+        self._direct: list[tuple[dict[str, Any], str, object]] = []  # avoids nn.Module.__getattr__, which is slow
+        self._others: list[tuple[Any, str, object]] = []
+        for owner, name, value in values:
+            own = getattr(owner, "__dict__", {})
+            if name in own:
+                self._direct.append((own, name, value))
+            elif value is None and isinstance(owner, nn.Module):
+                self._direct += [(place, name, None) for place in (own, own["_modules"], own["_parameters"])]
+            else:
+                self._others.append((owner, name, value))
         classes = {type(child) for child in self.modules}
         classes |= {getattr(cls, "original", cls) for cls in classes}
         self._forwards = tuple((cls, cls.forward) for cls in classes)
         touched = {id(child) for child in self.modules if is_touched(child)}
         self._touched = tuple((*edge, type(edge[2]), *_touch(edge[2])) for edge in edges if id(edge[2]) in touched)
         self._plain = tuple(
-            (parent, parent._modules, name, child, type(child), child.__dict__, child._parameters)
+            (parent._modules, name, child, type(child), child.__dict__, child._parameters)
             for parent, name, child in edges
             if id(child) not in touched
         )
@@ -146,8 +151,7 @@ class Watch:
             if cls.forward is not forward:
                 return False
         plain = nn.Parameter
-        # read dictionaries: nn.Module.__getattr__ is slow
-        for _, children, name, child, cls, own, parameters in self._plain:
+        for children, name, child, cls, own, parameters in self._plain:
             if children.get(name) is not child or child.__class__ is not cls:
                 return False
             if own["_forward_pre_hooks"] or own["_backward_hooks"] or (own["_forward_hooks"] and is_hooked(child)):
@@ -164,11 +168,6 @@ class Watch:
         for attributes, name, value in self._direct:
             now = attributes.get(name)
             if now is not value and now != value:
-                return False
-        for attributes, name in self._absent:
-            if attributes.get(name) is not None or attributes["_modules"].get(name) is not None:
-                return False
-            if attributes["_parameters"].get(name) is not None:
                 return False
         for other, name, value in self._others:  # noqa: SIM110
             if getattr(other, name, None) != value:
