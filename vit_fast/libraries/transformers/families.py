@@ -32,12 +32,12 @@ LAYERS = {
     "aimv2": "Aimv2Encoder", "altclip": "AltCLIPEncoder", "beit": "Beit", "chinese_clip": "ChineseCLIPVision",
     "clip": "CLIPEncoder", "clipseg": "CLIPSegEncoder", "deit": "DeiT", "dinov2": "Dinov2",
     "dinov2_with_registers": "Dinov2WithRegisters", "dinov3_vit": "DINOv3ViT", "dpt": "DPTViT", "eomt": "Eomt",
-    "eomt_dinov3": "EomtDinov3", "ijepa": "IJepa", "internvl": "InternVLVision", "janus": "JanusVisionEncoder",
-    "kosmos2": "Kosmos2VisionEncoder", "metaclip_2": "MetaClip2Encoder", "ovis2": "Ovis2VisionEncoder",
-    "owlv2": "Owlv2Encoder", "owlvit": "OwlViTEncoder", "pixio": "Pixio", "radio": "Radio", "siglip": "SiglipEncoder",
-    "siglip2": "Siglip2Encoder", "tipsv2": "Tipsv2Vision", "unlimited_ocr": "UnlimitedOcrEncoder", "vit": "ViT",
-    "vit_mae": "ViTMAE", "vit_msn": "ViTMSN", "vitpose_backbone": "VitPoseBackbone", "vivit": "Vivit",
-    "yolos": "Yolos",
+    "eomt_dinov3": "EomtDinov3", "idefics2": "Idefics2Encoder", "idefics3": "Idefics3Encoder", "ijepa": "IJepa",
+    "internvl": "InternVLVision", "janus": "JanusVisionEncoder", "kosmos2": "Kosmos2VisionEncoder",
+    "metaclip_2": "MetaClip2Encoder", "ovis2": "Ovis2VisionEncoder", "owlv2": "Owlv2Encoder", "owlvit": "OwlViTEncoder",
+    "pixio": "Pixio", "radio": "Radio", "siglip": "SiglipEncoder", "siglip2": "Siglip2Encoder",
+    "smolvlm": "SmolVLMEncoder", "tipsv2": "Tipsv2Vision", "unlimited_ocr": "UnlimitedOcrEncoder", "vit": "ViT",
+    "vit_mae": "ViTMAE", "vit_msn": "ViTMSN", "vitpose_backbone": "VitPoseBackbone", "vivit": "Vivit", "yolos": "Yolos",
 }  # fmt: skip
 ROTARY = {"dinov3_vit", "eomt_dinov3"}  # families whose layers get cosines and sines
 
@@ -108,18 +108,14 @@ class FusedPaddedTower(FusedTower):
         return super().forward(pixel_values, pixel_attention_mask, *args, **kwargs)
 
 
-# Classes with other names, by family
-CLASSES: dict[str, dict[str, type[FusedModule]]] = {
-    "idefics2": {"Idefics2EncoderLayer": FusedLayer, "Idefics2VisionAttention": FusedSelfAttention},
-    "idefics3": {"Idefics3EncoderLayer": FusedLayer, "Idefics3VisionAttention": FusedSelfAttention},
-    "pixtral": {
-        "PixtralAttention": FusedRotarySelfAttention,
-        "PixtralAttentionLayer": FusedLayer,
-        "PixtralVisionModel": FusedTowerWithLengths,
-    },
-    "qwen2_vl": {"Qwen2VLVisionBlock": FusedLayer, "VisionAttention": FusedPackedAttention},
-    "siglip2": {"Siglip2VisionModel": FusedPaddedTower},
-    "smolvlm": {"SmolVLMEncoderLayer": FusedLayer, "SmolVLMVisionAttention": FusedSelfAttention},
+# Classes with other names
+OTHER_CLASSES: dict[str, type[FusedModule]] = {
+    "pixtral.PixtralAttention": FusedRotarySelfAttention,
+    "pixtral.PixtralAttentionLayer": FusedLayer,
+    "pixtral.PixtralVisionModel": FusedTowerWithLengths,
+    "qwen2_vl.Qwen2VLVisionBlock": FusedLayer,
+    "qwen2_vl.VisionAttention": FusedPackedAttention,
+    "siglip2.Siglip2VisionModel": FusedPaddedTower,
 }
 
 # Reasons against fusing other classes, by a pattern of their names
@@ -129,25 +125,22 @@ SKIPPED = {
 }
 
 
-class _Forms(Forms):
-    def __init__(self) -> None:
-        found = {family: dict(classes) for family, classes in CLASSES.items()}
-        for family, prefix in LAYERS.items():
-            short = "DPT" if family == "dpt" else prefix.removesuffix("Encoder")  # DPTViTLayer holds DPTSelfAttention
-            attention = FusedRotarySelfAttention if family in ROTARY else FusedSelfAttention
-            found[family] = found.get(family, {}) | {
-                f"{prefix}Layer": FusedLayer,
-                f"{short}Attention": attention,
-                f"{short}SelfAttention": attention,
-                f"{short}MultiheadAttentionPoolingHead": FusedPoolingHead,
-                f"{short}AttentionPoolingHead": FusedAttentionPoolingHead,
-            }
-        for family, prefix in LIKE_QWEN.items():
-            found[family] = {f"{prefix}Block": FusedLayer, f"{prefix}Attention": FusedPackedAttention}
-        path = "transformers.models.{0}.modeling_{0}.{1}"
-        mixins = {path.format(family, name): mixin for family in found for name, mixin in found[family].items()}
-        super().__init__(globals(), mixins)
+def _mixins() -> dict[str, type[FusedModule]]:
+    found = dict(OTHER_CLASSES)
+    for family, prefix in LAYERS.items():
+        short = "DPT" if family == "dpt" else prefix.removesuffix("Encoder")  # DPTViTLayer holds DPTSelfAttention
+        attention = FusedRotarySelfAttention if family in ROTARY else FusedSelfAttention
+        found[f"{family}.{prefix}Layer"] = FusedLayer
+        found |= dict.fromkeys((f"{family}.{short}{kind}Attention" for kind in ("", "Self", "Vision")), attention)
+        found[f"{family}.{short}MultiheadAttentionPoolingHead"] = FusedPoolingHead
+        found[f"{family}.{short}AttentionPoolingHead"] = FusedAttentionPoolingHead
+    for family, prefix in LIKE_QWEN.items():
+        found |= {f"{family}.{prefix}Block": FusedLayer, f"{family}.{prefix}Attention": FusedPackedAttention}
+    path = "transformers.models.{0}.modeling_{0}.{1}"
+    return {path.format(*name.split(".")): mixin for name, mixin in found.items()}
 
+
+class _Forms(Forms):
     def of(self, original: type[nn.Module]) -> type[FusedModule] | None:
         """Returns None for ViTAttention of transformers 4, which only contains ViTSelfAttention and ViTSelfOutput."""
         name = re.sub("(?<!Self)Attention$", "SelfAttention", original.__name__)
@@ -155,5 +148,5 @@ class _Forms(Forms):
         return None if wraps else super().of(original)
 
 
-FORMS = _Forms()
+FORMS = _Forms(globals(), _mixins())
 __getattr__ = FORMS.named
