@@ -38,9 +38,8 @@ class DataConfig(_Config):
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     interpolation: Interpolation = "bicubic"
     crop_pct: float = 0.9  # side of the center crop divided by the shorter side of the resized image, in (0, 1]
-    crop_mode: Literal["center", "squash"] = (
-        "center"  # preserves the aspect ratio and crops; "squash" resizes both sides
-    )
+    # "center" preserves the aspect ratio and crops; "squash" resizes both sides
+    crop_mode: Literal["center", "squash"] = "center"
 
     def __post_init__(self) -> None:
         for name in ("mean", "std"):
@@ -128,8 +127,7 @@ class ViTConfig(_Config):
     def __post_init__(self) -> None:
         object.__setattr__(self, "img_size", pair("img_size", self.img_size))
         object.__setattr__(self, "patch_size", pair("patch_size", self.patch_size))
-        if not isinstance(self.stem_channels, tuple | list):
-            raise ValueError(f"stem_channels must be a tuple of integers, got {self.stem_channels!r}")
+        check_type("stem_channels", self.stem_channels, tuple, list)
         object.__setattr__(self, "stem_channels", tuple(self.stem_channels))
         _check_fields(self)
         check_type("rope", self.rope, RopeConfig, type(None))
@@ -234,14 +232,12 @@ def _check_together(config: ViTConfig) -> None:
         raise ValueError(f"head_dim must be a multiple of 4 for rope, got {config.head_dim}")
     if pooling == "token" and not config.class_token:
         raise ValueError("global_pool must be 'avg', 'map' or '' for class_token=False, got 'token'")
-    sizes = config.pool_heads, config.pool_mlp_ratio
-    if pooling != "map" and (config.pool_include_prefix or sizes != (None, None)):
-        options = "pool_include_prefix, pool_heads and pool_mlp_ratio"
-        raise ValueError(f"{options} require global_pool='map', got {pooling!r}")
+    for name in ("pool_include_prefix", "pool_heads", "pool_mlp_ratio"):
+        if pooling != "map" and getattr(config, name) not in (None, False):
+            raise ValueError(f"{name} requires global_pool='map', got {pooling!r}")
     if config.fc_norm and not config.final_norm:
         raise ValueError("final_norm must be True for fc_norm=True, got False")
-    if config.distilled and not (config.class_token and pooling == "token"):
-        found = f"class_token={config.class_token} and global_pool={pooling!r}"
-        raise ValueError(f"distilled=True requires class_token=True and global_pool='token', got {found}")
+    if config.distilled and pooling != "token":  # which requires class_token
+        raise ValueError(f"distilled=True requires class_token=True and global_pool='token', got {pooling!r}")
     if config.distilled and config.reg_tokens:
         raise ValueError(f"reg_tokens must be 0 for distilled=True, got {config.reg_tokens}")

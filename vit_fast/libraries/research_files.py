@@ -72,9 +72,8 @@ def _to_torch(name: str, array: Tensor) -> Tensor:
         return array.flatten() if name.endswith("/bias") else array
     if array.dim() == 4:
         return array.permute(3, 2, 0, 1).contiguous()
-    if array.dim() == 3:
-        array = array.flatten(1) if re.search(r"/(query|key|value)/kernel$", name) else array.flatten(0, 1)
-    return array.t().contiguous() if array.dim() == 2 else array
+    array = array.flatten(1) if re.search(r"/(query|key|value)/kernel$", name) else array.flatten(0, -2)
+    return array.t().contiguous()
 
 
 GOOGLE = SimpleNamespace(NAME="Google JAX", SIGNATURE=r"(^|/)embedding/kernel$", convert=_convert)
