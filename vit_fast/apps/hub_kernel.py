@@ -20,6 +20,7 @@ from pathlib import Path
 from ..files import check_new_folder, folder_aside
 
 PACKAGE = Path(__file__).resolve().parents[1]
+MODULES = ("accuracy", "config", "errors", "layers", "positions")  # which the folders import
 NAME = "vit-fast-kernels"
 VERSION = 1  # of the interface; the Hub has one branch per version
 VARIANT = Path("build") / "torch-universal"
@@ -65,16 +66,10 @@ def build_hf_kernel(folder: str | Path) -> Path:
     """Writes the repository of a Hub kernel, ready to upload, into a new or empty folder."""
     folder = Path(folder)
     check_new_folder(folder)
-    paths = [path for pattern in ("ops/*.py", "kernels/**/*.py", "kernels/**/*.json") for path in PACKAGE.glob(pattern)]
-    sources = {"__init__.py": INIT, "kernels/__init__.py": '"""Device code and launchers."""\n'}
-    while paths:
-        path = paths.pop()
-        name = path.relative_to(PACKAGE).as_posix()
-        if path.parent.name != "inspect" and name not in sources:
-            sources[name] = path.read_text()
-            above = re.escape("." * len(Path(name).parts))  # modules at the top of the package
-            imported = re.findall(rf"^\s*from {above}(\w+) import", sources[name], re.MULTILINE)
-            paths += [file for module in imported if (file := PACKAGE / f"{module}.py").is_file()]
+    patterns = ("ops/*.py", "kernels/**/*.py", "kernels/**/*.json", *(f"{module}.py" for module in MODULES))
+    paths = [path for pattern in patterns for path in PACKAGE.glob(pattern) if path.parent.name != "inspect"]
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in paths}
+    sources |= {"__init__.py": INIT, "kernels/__init__.py": '"""Device code and launchers."""\n'}
     build = hashlib.sha256(json.dumps(sorted(sources.items())).encode()).hexdigest()[:12]
     metadata = {
         "name": NAME, "id": f"_{NAME.replace('-', '_')}_{build}", "version": VERSION, "license": "Apache-2.0",
