@@ -7,7 +7,6 @@ images and tokens do not change a kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from vit_fast.ops import rotary
+from vit_fast.ops import backends, rotary
 from vit_fast.ops.block import fused_block
 from vit_fast.ops.descriptions import BlockTensors, Norm, QkNorm, Rope, interleave
 
@@ -198,16 +197,6 @@ class _Configurations:
         return self._take([(config, _PARTS) for config in table])
 
 
-@contextmanager
-def _tf32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
-
-
 def block_builds(arch: str, core: bool = False) -> Iterator[Build]:
     """Yields a build for each launch of each call; `core`: only of the calls with core builds."""
     for name, dtype, first_only, call in _calls(arch):
@@ -216,7 +205,7 @@ def block_builds(arch: str, core: bool = False) -> Iterator[Build]:
         configurations = _Configurations(arch, splits=name in _SPLIT)
         while configurations.number < configurations.count:
             with (
-                _tf32(),
+                mock.patch.object(backends, "_tf32_is_allowed", lambda: True),
                 torch.autocast("cpu", dtype, enabled=dtype != _FULL),
                 mock.patch.object(matmul_policy, "best", configurations.best),
                 mock.patch.object(matmul_policy, "best_head", lambda problem: problem.sizes[0]),

@@ -27,7 +27,7 @@ from ..matmul.matmul_tiles import accumulate, store_tile, tile_position
 @triton.jit
 def _store_parts(
     pair, start, M, splits,
-    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     TMA: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Computes the program's units (one split of a tile each) from `start` on; returns `start` for the next matmul."""
@@ -41,7 +41,7 @@ def _store_parts(
     units = tiles * splits
     steps = tl.cdiv(tl.cdiv(M, BLOCK_M), splits) * BLOCK_M
     for unit in tl.range(start, units, tl.num_programs(0)):
-        tile_p, tile_q = tile_position(unit % tiles, tiles_p, tiles_q, GROUP)
+        tile_p, tile_q = tile_position(unit % tiles, tiles_p, tiles_q)
         row = tile_p * BLOCK_P
         col = tile_q * BLOCK_Q
         first = unit // tiles * steps
@@ -64,15 +64,14 @@ def _weight_matmuls_kernel(
     a3, b3, out3, P3, Q3,
     a4, b4, out4, P4, Q4,
     M, splits,
-    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
-    TMA: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TMA: tl.constexpr,
     ALIGN: tl.constexpr,  # divides the widths of all operands
 ):  # fmt: skip
     start = tl.program_id(0)
     pairs = ((a, b, out, P, Q), (a2, b2, out2, P2, Q2), (a3, b3, out3, P3, Q3), (a4, b4, out4, P4, Q4))
     for i in tl.static_range(4):
         if pairs[i][0] is not None:
-            start = _store_parts(pairs[i], start, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, ALIGN)
+            start = _store_parts(pairs[i], start, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, TMA, ALIGN)
 
 
 Pair = tuple[Tensor, Tensor]
@@ -96,9 +95,8 @@ def weight_matmuls_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config: 
             f"out{suffix}": result, f"P{suffix}": P, f"Q{suffix}": Q,
         }  # fmt: skip
     constants = {
-        "BLOCK_P": config.block_m, "BLOCK_Q": config.block_n, "BLOCK_M": config.block_k, "GROUP": config.group_m,
-        "TMA": config.tma,
-        "ALIGN": math.gcd(16, *(tensor.shape[1] for pair in pairs for tensor in pair)),
+        "BLOCK_P": config.block_m, "BLOCK_Q": config.block_n, "BLOCK_M": config.block_k,
+        "TMA": config.tma, "ALIGN": math.gcd(16, *(tensor.shape[1] for pair in pairs for tensor in pair)),
     }  # fmt: skip
     programs = min(tiles * splits, gpu_of(first.device).sm_count * config.ctas_per_sm)
     return Launch(

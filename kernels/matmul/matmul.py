@@ -36,10 +36,10 @@ from .matmul_tiles import accumulate, cut, load_sub_tiles, store_tile, tile_posi
 
 
 @triton.jit
-def _unit(unit, tiles_m, tiles_n, K, splits, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr):
+def _unit(unit, tiles_m, tiles_n, K, splits, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr):
     """Returns (tile row, tile column, begin and end along K) of a unit: a tile or, if SPLIT, a part of K of a tile."""
     tiles = tiles_m * tiles_n
-    tile_m, tile_n = tile_position(unit % tiles if SPLIT else unit, tiles_m, tiles_n, GROUP_M)
+    tile_m, tile_n = tile_position(unit % tiles if SPLIT else unit, tiles_m, tiles_n)
     if SPLIT:
         steps = tl.cdiv(tl.cdiv(K, BLOCK_K), splits) * BLOCK_K
         start = unit // tiles * steps
@@ -84,7 +84,7 @@ def _matmul_kernel(
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,  # DTYPE: of out, z and h
     B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr,
+    SUB_TILES: tl.constexpr,
     # "residual": number of sub-tiles of the residual that are loaded ahead. Gradients: if not 0, x, z and residual are
     # pointers even with TMA
     EARLY: tl.constexpr,
@@ -117,14 +117,12 @@ def _matmul_kernel(
     units = tiles * splits if EPILOGUE == "partial" else tiles
     if DEPENDENT:
         _, tile_n, k_start, k_stop = _unit(
-            tl.program_id(0), tiles_m, tiles_n, K, splits, BLOCK_K, GROUP_M, EPILOGUE == "partial"
+            tl.program_id(0), tiles_m, tiles_n, K, splits, BLOCK_K, EPILOGUE == "partial"
         )
         prefetch_rows(b_ptr, tile_n * BLOCK_N, k_start, k_stop, N, K, BLOCK_N, BLOCK_K)
     wait_for_previous(DEPENDENT)
     for tile in tl.range(tl.program_id(0), units, tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n, k_start, k_stop = _unit(
-            tile, tiles_m, tiles_n, K, splits, BLOCK_K, GROUP_M, EPILOGUE == "partial"
-        )
+        tile_m, tile_n, k_start, k_stop = _unit(tile, tiles_m, tiles_n, K, splits, BLOCK_K, EPILOGUE == "partial")
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
         acc = accumulate(

@@ -49,7 +49,6 @@ class MatmulConfig:
     tma: bool = False
     flatten: bool = False
     ctas_per_sm: int = 1  # programs per multiprocessor of the persistent grid
-    group_m: int = 8  # tile rows that are processed together, to reuse columns of B in L2
     maxnreg: int | None = None
     dependent: bool = False  # start before the previous kernel has ended (ptx.py), if B is a weight [N, K]
 
@@ -187,7 +186,7 @@ def matmul_launch(
         "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.out.dtype],
         "B_IS_NK": o.b_is_nk, "TMA": config.tma, "FLATTEN": config.flatten and epilogue != "partial",
         "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,
-        "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m, "EARLY": early,
+        "SUB_TILES": config.sub_tiles, "EARLY": early,
         "PARTS": 0 if o.row_part is None else o.row_part.shape[-1],
         "OUT_PARTS": 0 if o.out_part is None else o.out_part.shape[-1],
         "TIMES": 1 if o.out_part is None else PIECE // int(config.sub_tile_width * _WIDER.get((epilogue, "out"), 1)),

@@ -8,15 +8,16 @@ import triton.language as tl
 # Columns that a thread reads at once where fp32 and half precision are mixed. With 8 columns, a thread would read the
 # fp32 values in two loads of 16 bytes, each of which uses only half of every 32-byte sector.
 READ_AT_ONCE = tl.constexpr(4)
+_GROUP_M = tl.constexpr(8)  # tile rows that are processed together, to reuse columns of B in L2
 
 
 @triton.jit
-def tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Returns tile row and tile column of the `tile`-th tile. Groups of GROUP_M tile rows share columns of B in L2."""
-    group = tile // (GROUP_M * tiles_n)
-    first = group * GROUP_M
-    rows = min(tiles_m - first, GROUP_M)
-    inside = tile - group * (GROUP_M * tiles_n)
+def tile_position(tile, tiles_m, tiles_n):
+    """Returns tile row and tile column of the `tile`-th tile."""
+    group = tile // (_GROUP_M * tiles_n)
+    first = group * _GROUP_M
+    rows = min(tiles_m - first, _GROUP_M)
+    inside = tile - group * (_GROUP_M * tiles_n)
     return first + inside % rows, inside // rows
 
 
