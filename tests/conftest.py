@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from itertools import groupby
@@ -48,31 +49,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # Tests that depend on the versions of libraries: compile, export, launches, public API.
-WHOLE = {
-    "test_export_errors", "test_export_options", "test_fuse_matrix",
-    "test_model", "test_onnx_runner", "test_packaging", "test_runtime", "test_stand_in_driver", "test_static_kernels",
-    "test_warm_up",
-}  # fmt: skip
-
+DEPENDENT = re.compile(
+    r"test_(export_errors|export_options|fuse_matrix|model|onnx_runner|packaging|runtime|stand_in_driver|static_kernels|"
+    r"warm_up)\.py|::.*(compile|export)"
+)
 # Tests of this repository's tools, which do not depend on the versions of libraries.
 TOOLS = ("test_bench_", "test_docs", "test_emulator_", "test_structure", "test_tiers")
 
 
-def _of_oldest(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Returns the tests of WHOLE, of compilation and export, and every tenth of each other file except TOOLS."""
-    kept = []
-    for path, group in groupby(items, key=lambda item: item.path):
-        for position, item in enumerate(() if path.stem.startswith(TOOLS) else group):
-            if tiers.takes_minutes(item):
-                continue
-            if path.stem in WHOLE or "compile" in item.name or "export" in item.name or position % 10 == 0:
-                kept.append(item)
-    return kept
+def _of_oldest(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Returns the tests that DEPENDENT matches, and every tenth of each other file except TOOLS."""
+    groups = groupby((item for item in items if not item.path.stem.startswith(TOOLS)), key=lambda item: item.path)
+    numbered = [numbers for _, group in groups for numbers in enumerate(group)]
+    chosen = {item for number, item in numbered if number % 10 == 0 or DEPENDENT.search(item.nodeid)}
+    return {item for item in chosen if not tiers.takes_minutes(item)}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--oldest"):
-        tiers.keep(config, items, set(_of_oldest(items)))
+        tiers.keep(config, items, _of_oldest(items))
     elif config.getoption("--only-slow"):
         tiers.keep(config, items, {item for item in tiers.left_out(items) if not tiers.takes_minutes(item)})
     elif KERNEL_ARCH is None and not config.getoption("--slow"):  # emulator/plugin.py chooses its own

@@ -107,15 +107,12 @@ def test_transforms_and_second_derivatives_are_refused(operator: str) -> None:
 
 
 @every_operator
-def test_other_tensors_and_modes_give_the_same(operator: str) -> None:
-    x, own = _input(), OPERATORS[operator]
-    expected = own(x, "triton")
+def test_a_negative_view_gives_the_same(operator: str) -> None:
+    """torch negates the imaginary part of a conjugate lazily: its memory contains the opposite values."""
+    x, run = _input(), OPERATORS[operator]
     negative = torch.complex(torch.zeros_like(x), -x).conj().imag
     assert negative.is_neg()
-    _close(own(negative, "triton"), expected)
-    _close(torch.func.functionalize(lambda x: own(x, "triton"))(x), expected)
-    with torch.inference_mode():
-        assert own(x, "triton").is_inference()
+    _close(run(negative, "triton"), run(x, "triton"))
 
 
 @pytest.mark.fast_cases("attention-aot_eager", "layer_norm_mlp-aot_eager")

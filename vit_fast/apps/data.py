@@ -232,11 +232,8 @@ def as_inputs(images: Sequence[Image.Image], data_config: DataConfig | None, ima
 
 
 def as_pixels(image: Image.Image, count: int, in_chans: int) -> np.ndarray:
-    """Returns random crops of equal size from one image: uint8 [count, height, width, in_chans]."""
-    image = image.convert("L" if in_chans == 1 else "RGB")
-    pixels = np.asarray(image).reshape(image.height, image.width, -1)
-    height, width = (max(1, side * 3 // 4) for side in pixels.shape[:2])
-    generator = np.random.default_rng(0)
-    tops = generator.integers(0, pixels.shape[0] - height + 1, count)
-    lefts = generator.integers(0, pixels.shape[1] - width + 1, count)
-    return np.stack([pixels[t : t + height, x : x + width] for t, x in zip(tops, lefts)])
+    """Returns random crops of one image, resized to equal size: uint8 [count, height, width, in_chans]."""
+    image, generator = image.convert("L" if in_chans == 1 else "RGB"), np.random.default_rng(0)
+    width, height = (max(1, side * 3 // 4) for side in image.size)
+    crops = [np.asarray(random_crop(image, generator).resize((width, height))) for _ in range(count)]
+    return np.reshape(crops, (count, height, width, in_chans))
