@@ -72,9 +72,13 @@ class FixedGrid(nn.Module):
         if images.shape[1:] != image:
             raise ValueError(f"images must have shape [B, {', '.join(map(str, image))}], got {tuple(images.shape)}")
         output: Tensor
-        if self.is_qwen:
+        if self.is_qwen:  # cuts images like Qwen's processor, to [B * N, channels * frames * patch**2]
+            cells = patchify(images, self.patch_hw).unflatten(2, (-1, self.merge)).unflatten(1, (-1, self.merge))
+            cells = cells.transpose(2, 3).unsqueeze(6)  # [B, rows, columns, merge, merge, channels, 1, height, width]
+            cells = cells.expand(*(-1,) * 6, self.tower.config.temporal_patch_size, -1, -1)
             layout = {name: self._repeated(name, images.shape[0]) for name in self.layout_names}
-            output = self.tower(self.patches(images), None, **layout).pooler_output.unflatten(0, (images.shape[0], -1))
+            output = self.tower(cells.flatten(5).flatten(0, 4), None, **layout).pooler_output
+            output = output.unflatten(0, (images.shape[0], -1))
         elif self.layout_names:  # SigLIP 2
             patches = patchify(images, self.patch_hw).movedim(3, -1).flatten(3).flatten(1, 2)
             tokens = embed_patches(self.tower.embeddings, patches, self.get_buffer("resizing"))
@@ -83,13 +87,6 @@ class FixedGrid(nn.Module):
         else:
             output = self.tower.forward_head(self.tower.forward_features(images), pre_logits=features)
         return output
-
-    def patches(self, images: Tensor) -> Tensor:
-        """Cuts images [B, channels, height, width] like Qwen's processor: [B * N, channels * frames * patch**2]."""
-        cells = patchify(images, self.patch_hw).unflatten(2, (-1, self.merge)).unflatten(1, (-1, self.merge))
-        by_cell = cells.transpose(2, 3).unsqueeze(6)  # [B, rows, columns, merge, merge, channels, 1, height, width]
-        frames = self.tower.config.temporal_patch_size
-        return by_cell.expand(*(-1,) * 6, frames, -1, -1).flatten(5).flatten(0, 4)
 
     def _repeated(self, name: str, batch: int) -> Tensor:
         """Repeats the metadata of one image for all images of a batch."""

@@ -191,12 +191,10 @@ def create_model(
     source = None if weights is None else open_source(weights)
     if "/" in name:
         if weights is not None:
-            requirement = "name must be one of list_models() if weights are given"
-            raise ValueError(f"{requirement}, got {name!r}, which has its own weights")
+            raise ValueError(f"name must be one of list_models() if weights are given, got {name!r}")
         source = open_source(name)
         if source.config is None:
-            advice = f"pass a name of list_models() and weights={name!r}"
-            raise ValueError(f"{name} has no config of a supported model: {advice}")
+            raise ValueError(f"{name} has no config: pass a name of list_models() and weights={name!r}")
         config, data_config = source.config, source.data_config
     else:
         variant = get_variant(name)

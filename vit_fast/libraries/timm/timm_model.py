@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -85,20 +86,12 @@ def build_peer(config: ViTConfig) -> nn.Module:
     from timm.models.deit import VisionTransformerDistilled
     from timm.models.vision_transformer import VisionTransformer
 
-    model: nn.Module = (VisionTransformerDistilled if config.distilled else VisionTransformer)(
-        img_size=config.image_hw, patch_size=config.patch_hw,
-        norm_layer=functools.partial(nn.LayerNorm, eps=config.norm_eps),
-        **{name: getattr(config, name) for name in _SHARED_FIELDS},
-    )  # fmt: skip
+    # timm's arguments have the names of our fields; these two are classes
+    names = inspect.signature(VisionTransformer).parameters.keys() - {"norm_layer", "mlp_layer"}
+    fields = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    fields["norm_layer"] = functools.partial(nn.LayerNorm, eps=config.norm_eps)
+    model: nn.Module = (VisionTransformerDistilled if config.distilled else VisionTransformer)(**fields)
     return model
-
-
-# Fields of ViTConfig that are also arguments of timm's VisionTransformer.
-_SHARED_FIELDS = (
-    "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "init_values",
-    "class_token", "no_embed_class", "reg_tokens", "pre_norm", "fc_norm", "act_layer", "qk_norm",
-    "proj_bias", "pool_include_prefix", "final_norm", "scale_attn_norm", "scale_mlp_norm",
-)  # fmt: skip
 
 
 def recognize(model: Any) -> ImageModel | None:
