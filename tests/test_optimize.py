@@ -25,6 +25,7 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure import cache
 from vit_fast.measure.build import build, call
 from vit_fast.measure.candidate import PRECISIONS, Candidate, judge
+from vit_fast.measure.runtimes import OnnxFile
 from vit_fast.measure.search import Refused
 from vit_fast.measure.trials import Trials, candidates, expect, variations
 
@@ -42,30 +43,49 @@ CHOICES = [
     Candidate(threads=1),
     dataclasses.replace(FUSED, precision="bf16", split=2),
     Candidate("onnxruntime"),
-    pytest.param(Candidate("onnxruntime", precision="int8", split=1), marks=pytest.mark.slow),
-    pytest.param(Candidate("compile", frozen=True), marks=pytest.mark.slow),
+]
+# Choices, and ONNX files as models; None is the model itself.
+CASES = [
+    *((choice, None) for choice in CHOICES),
+    (Candidate(), "plain"),
+    (Candidate("onnxruntime", threads=2), "beside"),
+]
+SLOW_CASES = [
+    (Candidate("onnxruntime", precision="int8", split=1), None),
+    (Candidate("compile", frozen=True), None),
+    (Candidate("onnxruntime", split=1), "plain"),
+    (Candidate("onnxruntime", precision="int8"), "beside"),
 ]
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-def test_every_candidate_is_a_drop_in(model, images, choice) -> None:
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    expected = model(images)
-    optimized = build(choice, model, images, expected, ())
+@pytest.mark.parametrize(
+    ("choice", "file"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_every_candidate_is_a_drop_in(choice: Candidate, file: str | None, model, images, exported) -> None:
+    network, given = (model, model) if file is None else (exported.model, OnnxFile(exported(file)))
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    expected = given(images)
+    optimized = build(choice, given, images, expected, ())
     output = optimized(images)
     assert output.dtype == expected.dtype and output.shape == expected.shape and not output.requires_grad
     if choice.precision is None:
-        assert_within(output, expected, copy.deepcopy(model).double()(images.double()), 2, choice.name)
+        exact = copy.deepcopy(network).double()(images.double())
+        assert_within(output, network(images), exact, 2, choice.name)
     else:
-        assert torch.nn.functional.cosine_similarity(output, expected).min() > 0.9
+        assert torch.nn.functional.cosine_similarity(output, network(images)).min() > 0.9
         assert not torch.equal(output, expected), "it computes in fewer bits"
     assert optimized(images[:1]).shape[0] == 1
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     if choice == SPLIT:
         assert optimized(images[:0]).shape == (0, 10)
     if choice == MIXED:
         blocks = optimized._function.blocks
         assert (blocks[0].attn.vit_fast_backend, blocks[0].vit_fast_backend) == ("sdpa", "eager")
+    if file is not None:
+        with pytest.raises((ValueError, UnsupportedInputError), match=r"must|expected"):
+            optimized(images.double())
 
 
 def test_unavailable_candidates_state_the_reason(model, images) -> None:
@@ -270,7 +290,7 @@ def test_inference_tensors() -> None:
 
 def test_candidates_have_unique_names_and_are_read_from_files(monkeypatch) -> None:
     cpu, cuda, module = torch.device("cpu"), torch.device("cuda"), "vit_fast.measure.trials"
-    everything = [*candidates(cpu, PRECISIONS), *CHOICES[:-2], *variations(Candidate(), cpu, 8)]
+    everything = [*candidates(cpu, PRECISIONS), *CHOICES, *variations(Candidate(), cpu, 8)]
     assert len({choice.name for choice in everything}) == len(set(everything))
     assert all(Candidate.from_dict(choice.to_dict()) == choice for choice in everything)
     for foreign in ({"engine": "jax"}, {"precision": "int2"}, {"engine": True}, {"threads": [2]}, {"beam": 3}):
