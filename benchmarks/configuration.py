@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +115,8 @@ def make_configuration(
         time_budget_s = 0 if seconds is not None or candidates is not None else DEFAULT_TIME_BUDGET_S[kind]
     if not time_budget_s >= 0:
         raise ValueError(f"time_budget_s must be >= 0 (0: no limit), got {time_budget_s}")
+    if seconds is not None and not 0 <= seconds < math.inf:
+        raise ValueError(f"seconds must be a number of seconds >= 0, got {seconds}")
     if amp and (not train or dtypes not in (None, ["fp32"])):
         raise ValueError("--amp requires --train and fp32 parameters: pass --train, and remove --dtypes")
     if latency and batch_sizes not in (None, [1]):
@@ -156,10 +159,12 @@ def make_configuration(
             f"the batch size must be at most {max(1, available // per_image):,}, got {max(sizes)}: it needs at least "
             f"{max(sizes) * per_image / 2**30:,.0f} GiB, but {where} has {available / 2**30:,.0f} GiB"
         )
+    protocol = protocol or (LATENCY if latency else PROTOCOLS[kind])
+    if seconds is not None:
+        protocol = dataclasses.replace(protocol, repeats=sys.maxsize, seconds=seconds)
     return Configuration(
         found, sizes, names, {m.kind: tuple(choose(candidates, where, m.kind, train)) for m in found}, where,
-        tuple(image_files), time_budget_s or math.inf,
-        protocol or (LATENCY if latency else PROTOCOLS[kind]).lasting(seconds),
+        tuple(image_files), time_budget_s or math.inf, protocol,
         training=train, data=data, explain=explain, cold=cold, search=search,
         request=request | {"images": [str(Path(image).absolute()) for image in images], "device": str(where)},
     )  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,14 +45,6 @@ def problem_of(group: Group) -> Problem:
     return make_problem(group, [sample_image()])
 
 
-def measure(benchmark: Any, call: Callable[[], object]) -> None:
-    def timed() -> None:
-        call()
-        synchronize(DEFAULT.device)
-
-    benchmark(timed)
-
-
 @pytest.mark.parametrize(("group", "candidate"), CASES)
 def test_candidate(benchmark: Any, group: Group, candidate: Candidate) -> None:
     """Times inference; for training, the backward of an operator or a block, and the whole step of a model."""
@@ -66,14 +57,14 @@ def test_candidate(benchmark: Any, group: Group, candidate: Candidate) -> None:
         pytest.xfail(row["reason"])
     assert ready is not None, row["reason"]
     call, numbers, benchmark.group = ready.call, itertools.count(), str(group)
-    measure(benchmark, lambda: call(next(numbers)))
+    benchmark(lambda: (call(next(numbers)), synchronize(group.device)))
 
 
 @functools.cache
 def fused_tower() -> tuple[Any, int]:
     """Builds the fused and frozen tower; returns it with the size of a patch."""
-    config = pytest.importorskip("transformers").Qwen2_5_VLConfig().vision_config
     module = pytest.importorskip("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
+    config = module.Qwen2_5_VLVisionConfig()
     tower = module.Qwen2_5_VisionTransformerPretrainedModel._from_config(config)
     tower = tower.to(DEFAULT.device, torch.bfloat16).eval()
     vit_fast.fuse(tower, "triton")
@@ -89,8 +80,7 @@ def test_tower(benchmark: Any, name: str, graphs: bool) -> None:
     (tower, width), grid = fused_tower(), torch.tensor([GRIDS[name]])
     patches = torch.randn(int(grid.prod()), width, dtype=torch.bfloat16, device=DEFAULT.device)
     if graphs:
-        runner = vit_fast.GraphRunner(tower, budgets=vit_fast.budgets_for(list(GRIDS.values())))
-        measure(benchmark, lambda: runner(patches, grid))
+        tower = vit_fast.GraphRunner(tower, budgets=vit_fast.budgets_for(list(GRIDS.values())))
     else:
         grid = grid.to(DEFAULT.device)
-        measure(benchmark, torch.no_grad()(lambda: tower(patches, grid)))
+    benchmark(torch.no_grad()(lambda: (tower(patches, grid), synchronize(DEFAULT.device))))

@@ -16,7 +16,6 @@ only if its interval excludes 1 and its ratio differs from 1 by more than the re
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import itertools
@@ -24,7 +23,6 @@ import math
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,14 +115,6 @@ class Protocol:
     warmup_repeats: int = 5
     warmup_seconds: float = 0.5
     launch: Literal["counted", "hidden"] = "counted"
-
-    def lasting(self, seconds: float | None) -> Protocol:
-        """Returns a protocol that times each call for these seconds; None returns this one."""
-        if seconds is None:
-            return self
-        if not 0 <= seconds < math.inf:
-            raise ValueError(f"seconds must be a number of seconds >= 0, got {seconds}")
-        return dataclasses.replace(self, repeats=sys.maxsize, seconds=seconds)
 
     def is_satisfied(self, samples: Mapping[str, Samples]) -> bool:
         return all(
