@@ -29,14 +29,12 @@ def test_calls_are_interleaved_in_a_new_order_each_round() -> None:
     calls = {name: (lambda number, name=name: order.append((name, number))) for name in "abc"}
     timings = time_interleaved(calls, CPU, SIX)
     assert {len(timing) for timing in timings.values()} == {6}
-    warm_up, timed = order[:6], order[6:]
-    assert [name for name, _ in warm_up] == list("aabbcc")
-    rounds = ["".join(name for name, _ in timed[i : i + 3]) for i in range(0, 18, 3)]
-    assert all(sorted(names) == list("abc") for names in rounds)
-    names = "".join(rounds)
-    followers = {names[i : i + 2] for i in range(len(names) - 1)}
-    assert {"ab", "ba", "bc", "cb", "ac", "ca"} <= followers  # no call always follows the same call
-    assert [number for _, number in timed] == [number for number in range(6) for _ in range(3)]
+    names = "".join(name for name, _ in order)
+    assert names[:6] == "aabbcc", "warm-up"
+    assert all(sorted(names[i : i + 3]) == list("abc") for i in range(6, 24, 3))
+    followers = {names[i : i + 2] for i in range(6, 23)}
+    assert {"ab", "ba", "bc", "cb", "ac", "ca"} <= followers, "no call always follows the same call"
+    assert [number for _, number in order[6:]] == [number for number in range(6) for _ in range(3)]
 
 
 def test_untimed_calls_outlast_the_threads_of_the_previous_candidate(monkeypatch: pytest.MonkeyPatch) -> None:

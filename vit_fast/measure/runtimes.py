@@ -21,7 +21,6 @@ from ..errors import UnsupportedInputError
 from ..libraries.known import recognize
 from .candidate import Candidate
 
-OPSET, BF16_OPSET = 20, 22
 Run = Callable[[Tensor], Tensor]
 
 
@@ -90,7 +89,6 @@ def write_onnx(
     export_onnx(
         model,
         path,
-        opset=BF16_OPSET if precision == "bf16" else OPSET,
         precision="fp32" if in_openvino else precision or "fp32",  # OpenVINO converts
         target="generic" if in_openvino else "tensorrt" if candidate.engine == "tensorrt" else on_ort,
         calibration=calibration,
