@@ -88,19 +88,22 @@ def test_every_candidate_is_a_drop_in(choice: Candidate, file: str | None, model
             optimized(images.double())
 
 
-def test_unavailable_candidates_state_the_reason(model, images) -> None:
+def test_unavailable_candidates_state_the_reason(model, images, exported) -> None:
     plain = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
-    hooked = copy.deepcopy(model)
+    hooked, pixels = copy.deepcopy(model), torch.zeros(2, 40, 40, 3, dtype=torch.uint8)
     hooked.blocks[0].register_forward_hook(lambda *_: None)
-    for choice, given, reason in (
-        (Candidate(graphs=True), model, "CUDA"),
-        (Candidate(frozen=True), model, "no module of the model can be frozen"),
-        (FUSED, plain, "supports no module of the model"),
-        (FUSED, hooked, r"blocks\.0 has hooks"),
-        (Candidate("onnxruntime"), Around(lambda m, x: {"a": m.inner(x), "b": x}), "must return one tensor"),
+    int8 = Candidate("onnxruntime", precision="int8")
+    for choice, given, example, reason in (
+        (Candidate(graphs=True), model, images, "CUDA"),
+        (Candidate(frozen=True), model, images, "no module of the model can be frozen"),
+        (FUSED, plain, images, "supports no module of the model"),
+        (FUSED, hooked, images, r"blocks\.0 has hooks"),
+        (Candidate("onnxruntime"), Around(lambda m, x: {"a": m.inner(x), "b": x}), images, "must return one tensor"),
+        (Candidate("compile"), OnnxFile(exported("plain")), images, "an ONNX file needs"),
+        (int8, OnnxFile(exported("pixels")), pixels, "got uint8"),
     ):
         with pytest.raises(UnsupportedInputError, match=reason):
-            build(choice, given.eval(), images, given(images), ())
+            build(choice, given.eval(), example, given(example), ())
 
 
 class Around(nn.Module):
@@ -171,7 +174,7 @@ def test_signatures_and_output_structures(name: str) -> None:
     assert all(one.dtype == other.dtype for one, other in zip(found, leaves) if isinstance(one, Tensor))
 
 
-def test_incorrect_outputs_are_refused(model, images, monkeypatch) -> None:
+def test_incorrect_outputs_are_refused(model, images, exported, monkeypatch) -> None:
     for change, precision, reason in (
         (lambda output: output + 1e-3, None, "error must be at most"),
         (lambda output: output.roll(1, 1), "bf16", "the top-1 agreement must be at least"),
@@ -186,6 +189,8 @@ def test_incorrect_outputs_are_refused(model, images, monkeypatch) -> None:
     trials.prepare(Candidate(), 60)
     with pytest.raises(Refused, match="memory_limit"):
         trials.prepare(FUSED, 60)
+    file = OnnxFile(exported("plain"))
+    assert "error must be at most" in str(judge(file(images) * 1.001, expect(file, images)[1]).reason)
     dependent = Around(coupled).eval()  # a subset of the images gives another output: the whole batch is compared
     output, reference = expect(dependent, IMAGES)
     with torch.no_grad():

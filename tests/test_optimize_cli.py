@@ -21,7 +21,7 @@ from vit_fast.export import OnnxRunner
 from vit_fast.export.runtime.metadata import copy_model
 from vit_fast.measure import cache, runtimes, trials
 from vit_fast.measure.build import build
-from vit_fast.measure.candidate import Candidate, judge
+from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.optimization import FIGURES, deploy
 from vit_fast.measure.runtimes import OnnxFile, open_file
 
@@ -165,18 +165,6 @@ def test_unreadable_entries_are_ignored(model, images, one_engine) -> None:
     (cache.folder() / "folder.json").mkdir()
     os.mkfifo(cache.folder() / "pipe.json")  # reading it would wait
     assert cache.clear() == 1 and list(cache.all_results()) == []
-
-
-def test_unavailable_candidates_of_a_file_name_the_reason(exported, images) -> None:
-    file, with_pixels = OnnxFile(exported("plain")), OnnxFile(exported("pixels"))
-    with pytest.raises(UnsupportedInputError, match="an ONNX file needs"):
-        build(Candidate("compile"), file, images, file(images), ())
-    pixels = torch.zeros(2, 40, 40, 3, dtype=torch.uint8)
-    assert with_pixels(pixels).shape == (2, 10)
-    with pytest.raises(UnsupportedInputError, match="got uint8"):
-        build(Candidate("onnxruntime", precision="int8"), with_pixels, pixels, with_pixels(pixels), ())
-    _, reference = trials.expect(file, images)
-    assert "error must be at most" in str(judge(file(images) * 1.001, reference).reason)
 
 
 @pytest.mark.slow
