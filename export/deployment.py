@@ -28,7 +28,6 @@ from .runtime.metadata import (
     ModelFileError,
     OnnxInfo,
     copy_model,
-    damaged,
     inspect_onnx,
     parts_of,
     read_signature,
@@ -45,6 +44,7 @@ ACCELERATOR_MODES = {"fp32": "FP32", "fp16": "FP16", "int8": "INT8"}
 QUEUE_DELAY_US = 500
 LABELS = "labels.txt"
 CHECKED = ("verification", "accuracy", "eight_bit")  # metadata in the section "Checked" of a card
+EIGHT_BIT_FIELDS = (("matmuls", "products"), ("in_float", "kept"))  # and their names in earlier files
 PROFILE = (("min", 1, 0.5), ("opt", 8, 1.0), ("max", 64, 2.0))
 """Batch sizes of an engine and, for images of any size, height and width relative to the model's."""
 
@@ -194,21 +194,16 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
     if (card := path.with_suffix(".md")) == path:
         raise ValueError(f"path must not end in .md, the suffix of the card, got {path}")
     info, files = inspect_onnx(path), parts_of(path)
-    try:
-        checked = _checked(info.metadata)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:  # metadata of another structure
-        raise damaged(path, repr(error)) from None
     facts = {"license": license_name or "unknown: ask the source of the weights"} | info.facts()
     hashes = []
     for file in files:
         with file.open("rb") as content:
             hashes.append((file.name, file.stat().st_size, hashlib.file_digest(content, "sha256").hexdigest()))
-    lines = [
-        *("---", f"license: {license_name or 'unknown'}", "library_name: onnx", "---", "", f"# {path.name}", ""),
-        *_markdown(("field", "value"), [row for row in facts.items() if row[0] not in (*CHECKED, "config")]),
-        *("", "## Checked", "", *checked, "", "## Run", "", "    from vit_fast.export import OnnxRunner", ""),
-        f'    probabilities = OnnxRunner("{path.name}").probabilities([image])',
-    ]
+    lines = ["---", f"license: {license_name or 'unknown'}", "library_name: onnx", "---", "", f"# {path.name}", ""]
+    lines += _markdown(("field", "value"), [row for row in facts.items() if row[0] not in (*CHECKED, "config")])
+    lines += ["", "## Checked", "", *_checked(info.metadata), "", "## Run", ""]
+    lines += ["    from vit_fast.export import OnnxRunner", ""]
+    lines.append(f'    probabilities = OnnxRunner("{path.name}").probabilities([image])')
     if info.metadata.get("target") == "tensorrt":
         lines.append(f"    # as a TensorRT engine: {trtexec_line(replace(info, path=path.name))}")
     lines += ["", "## Files", "", *_markdown(("file", "bytes", "sha256"), hashes), ""]
@@ -232,7 +227,6 @@ def _checked(facts: dict[str, Any]) -> list[str]:
     if accuracy:
         lines += ["", f"On labeled images: {Accuracy(**accuracy).line()}."]
     if eight_bit:
-        former = {"products": "matmuls", "kept": "in_float"}  # names of fields in earlier files
-        done = Quantized(**{former.get(name, name): value for name, value in eight_bit.items()})
-        lines += ["", f"In 8 bits: {done.line()}."]
+        matmuls, in_float = (eight_bit.get(new, eight_bit.get(old)) for new, old in EIGHT_BIT_FIELDS)
+        lines += ["", f"In 8 bits: {Quantized(matmuls, in_float).line()}."]
     return lines

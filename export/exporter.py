@@ -28,7 +28,8 @@ from .preprocessing import prepend, preprocessing_model
 from .quantize import quantize
 from .report import ExportReport
 from .runtime.metadata import PREFIX, inspect_onnx
-from .verification import IMAGES, check_labeled, check_verifiable, measure_accuracy, verify_file
+from .runtime.runner import reasons_against
+from .verification import IMAGES, check_labeled, measure_accuracy, verify_file
 
 PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "timm", "transformers", "torchvision")
 HELD_OUT_IMAGES = 64
@@ -96,8 +97,9 @@ def export_onnx(
     vit = recognize(model)
     _complete(vit, options, data_config, class_names)
     measured, verified, whole = _images(options, calibration, images, verify)
-    if verify:
-        check_verifiable(options)
+    if verify and precision == "bf16" and (reasons := reasons_against("cuda")):
+        reasons = [f"ONNX Runtime runs bf16 on CUDA only, but {reason}" for reason in reasons]
+        raise UnsupportedInputError("verification of a bf16 file", [*reasons, "pass verify=False (--no-verify)"])
     labeled = None if validation is None else check_labeled(Path(validation), vit, options)
 
     output = output if vit.num_classes else "features"

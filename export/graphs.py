@@ -229,29 +229,21 @@ def optimize(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
     """Removes transposes and, for ONNX Runtime, fuses LayerNorm and GELU, in place; returns the target's fusions."""
     # remove pairs of inverse transposes, which libraries use around attention
     rewrite(model, [transpose_transpose_rule, no_op_transpose_rule])
-    fusions: list[tuple[str, int, int, str]] = []
-    if options.attention:
-        fused = count_nodes(model)[options.attention]
-        note = f"{vit.attentions - fused} have a mask or do not call scaled_dot_product_attention"
-        fusions.append((options.attention, fused, vit.attentions, note))
     if options.targets_ort:
-        gelus = [node.attributes.get_string("approximate", "none") for node in model.graph if node.op_type == "Gelu"]
         fuse_bias_gelu(model)
-        note = "" if gelus.count("none") >= vit.depth else "the model's activation is not exact GELU"
-        fusions.append(("BiasGelu", count_nodes(model)["BiasGelu"], vit.depth, note))
+        model.opset_imports[MICROSOFT] = 1
     # In profiles of ONNX Runtime 1.31 on a CPU, SkipLayerNormalization is not vectorized, unlike the two others.
     if options.target == "ort-cuda":
         fuse_skip_layer_normalization(model)
-        note = "the last LayerNorm follows pooling, or a block has another residual structure"
-        count = count_nodes(model)["SkipLayerNormalization"]
-        fusions.append(("SkipLayerNormalization", count, 2 * vit.depth, note))
     common_passes.RemoveUnusedNodesPass()(model)
-    if options.targets_ort:
-        model.opset_imports[MICROSOFT] = 1
+    skip_note = "the last LayerNorm follows pooling, or a block has another residual structure"
+    wanted = [
+        (options.attention, vit.attentions, "the others have a mask or do not call scaled_dot_product_attention"),
+        ("BiasGelu" if options.targets_ort else None, vit.depth, "only exact GELU after a bias is fused"),
+        ("SkipLayerNormalization" if options.target == "ort-cuda" else None, 2 * vit.depth, skip_note),
+    ]
     counts = count_nodes(model)
-    norms = min(counts["LayerNormalization"] + counts["SkipLayerNormalization"], 2 * vit.depth)
-    fusions.append(("LayerNorm as one node in blocks", norms, 2 * vit.depth, ""))
-    return [Fusion(name, done, wanted, note if done < wanted else "") for name, done, wanted, note in fusions]
+    return [Fusion(name, counts[name], n, note if counts[name] < n else "") for name, n, note in wanted if name]
 
 
 def count_nodes(model: ir.Model) -> Counter[str]:

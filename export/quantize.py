@@ -12,7 +12,6 @@ times larger than the others. Without smoothing, the others would get almost non
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,8 +142,7 @@ def quantize(
                 f"got {loss(tuple(order[:most])).line()} with {most} of {len(matmuls)} MatMuls in float"
             )
         excluded = found
-    names, methods = tuple(matmul.name for matmul in excluded), Counter(one.method for one in ranges.values())
-    return written(excluded), Quantized(len(matmuls) - len(excluded), names, dict(methods))
+    return written(excluded), Quantized(len(matmuls) - len(excluded), tuple(matmul.name for matmul in excluded))
 
 
 def quantize_file(source: Path, path: Path, target: Target, files: Sequence[Path]) -> Quantized:
@@ -156,10 +154,7 @@ def quantize_file(source: Path, path: Path, target: Target, files: Sequence[Path
         reason = f"the file must take preprocessed images of one size in float32, got {got}"
         raise UnsupportedInputError(f"int8 of {source.name}", [reason])
     version = max(info.opsets.get(domain, 0) for domain in ("", "ai.onnx"))
-    try:
-        options = ExportOptions(opset=version, precision="int8", target=target)
-    except ValueError as error:
-        raise UnsupportedInputError(f"int8 of {source.name}", [str(error)]) from None
+    options = ExportOptions(opset=version, precision="int8", target=target)
     size = signature.shape[0] or 1
     images = read_images(files, size * -(-CALIBRATION_IMAGES // size))  # whole batches
     inputs = as_inputs(images, info.data_config, signature.image_hw, signature.in_chans)

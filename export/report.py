@@ -46,16 +46,14 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Number of quantized MatMuls, names of layers that stay in float, and number of ranges by method."""
+    """Number of quantized MatMuls, and names of layers that stay in float."""
 
     matmuls: int
     in_float: tuple[str, ...]
-    methods: dict[str, int]
 
     def line(self) -> str:
-        methods = "; ranges by " + ", ".join(f"{how} {n}" for how, n in sorted(self.methods.items()))
         kept = f"; in float, to limit the loss: {', '.join(self.in_float)}" if self.in_float else ""
-        return f"{self.matmuls} MatMuls{methods if self.methods else ''}{kept}"
+        return f"{self.matmuls} MatMuls{kept}"
 
 
 @dataclass(frozen=True, kw_only=True)

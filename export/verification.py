@@ -27,7 +27,7 @@ from .options import BUDGETS, ExportOptions
 from .preprocessing import preprocessing_model
 from .report import POINTS, Accuracy, Check, loss_of
 from .runtime.metadata import ModelFileError
-from .runtime.runner import OnnxRunner, reasons_against
+from .runtime.runner import OnnxRunner
 
 FP64_PARAMETERS = 200_000_000  # larger models are compared with eager in fp32: a copy in fp64 needs too much memory
 IMAGES, IMAGES_LARGE, LABELED_BATCH = 8, 3, 16
@@ -65,7 +65,9 @@ def verify_file(
             outputs = [reference.forward(x.to(dtype), options.output, options.dynamic_size) for x in inputs.split(4)]
         got, expected = np.concatenate(list(map(runner, fed))), torch.cat(outputs).double().numpy()
         shown: Any = fed[0].shape[1:3] if options.preprocess else size
-        checks.append(replace(_compare(got, expected, options), batch=max(map(len, fed)), image_hw=tuple(shown)))
+        loss = loss_of(got, expected, options.output)
+        passed = loss.acceptable() if options.is_eight_bit else bool(loss.max_error <= BUDGETS[options.precision])
+        checks.append(replace(loss, batch=max(map(len, fed)), image_hw=tuple(shown), passed=passed))
     if failed := [check for check in checks if not check.passed]:
         worst = max(failed, key=lambda check: check.max_error if np.isfinite(check.max_error) else np.inf)
         raise VerificationError(
@@ -96,21 +98,6 @@ def _batches(
             f"preprocessing in the graph must match Pillow within {PIXEL_TOLERANCE} gray levels, got {levels.max():.1f}"
         )
     return pixels, torch.from_numpy(got)
-
-
-def _compare(got: np.ndarray, expected: np.ndarray, options: ExportOptions) -> Check:
-    if got.shape != expected.shape:
-        raise VerificationError(f"the file's output must have the model's shape {expected.shape}, got {got.shape}")
-    loss = loss_of(got, expected, options.output)
-    passed = loss.acceptable() if options.is_eight_bit else bool(loss.max_error <= BUDGETS[options.precision])
-    return replace(loss, passed=passed)
-
-
-def check_verifiable(options: ExportOptions) -> None:
-    """Raises UnsupportedInputError, before the model is captured, if ONNX Runtime cannot run the file here."""
-    if options.precision == "bf16" and (reasons := reasons_against("cuda")):
-        reasons = [f"ONNX Runtime runs bf16 on CUDA only, but {reason}" for reason in reasons]
-        raise UnsupportedInputError("verification of a bf16 file", [*reasons, "pass verify=False (--no-verify)"])
 
 
 def check_labeled(folder: Path, vit: ImageModel, options: ExportOptions) -> list[tuple[Path, int]]:

@@ -47,7 +47,6 @@ def test_pixels(exported: Any) -> None:
         assert np.abs(runner(pixels) - expected).max() < 0.01 * np.abs(expected).max()
     probabilities = runner.probabilities([image, image.resize((100, 60))])
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-12)
-    assert runner.probabilities([]).shape == (0, 10)
     with pytest.raises(TypeError, match="image must be an Image"):
         runner.probabilities(["image.jpg"])  # type: ignore[list-item]
 
@@ -142,12 +141,8 @@ def test_a_file_of_another_exporter(tmp_path: Path, capsys: pytest.CaptureFixtur
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             dim.dim_param = f"{value.name}{axis}"
     onnx.save(proto, path)
-    runner = OnnxRunner(path, "cpu", data_config=DataConfig())
-    for wrong in ((2, 3, 40, 32), (2, 1, 32, 32)):
-        with pytest.raises(ValueError, match=rf"o\.onnx does not support images of shape \({wrong[0]}, {wrong[1]}, "):
-            runner(zeros(*wrong))
     with pytest.raises(UnsupportedInputError, match="pass image_hw"):
-        runner.probabilities([image])
+        OnnxRunner(path, "cpu", data_config=DataConfig()).probabilities([image])
     given: dict[str, Any] = {"data_config": DataConfig().to_dict(), "class_names": NAMES, "image_hw": (32, 32)}
     complete, expected = OnnxRunner(path, "cpu", **given), torch.from_numpy(of_image).softmax(-1).expand(2, -1)
     np.testing.assert_allclose(complete.probabilities([image] * 2), expected, atol=1e-6)

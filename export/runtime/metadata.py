@@ -16,7 +16,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from vit_fast.config import DataConfig, Size
-from vit_fast.errors import VitFastError, pair
+from vit_fast.errors import VitFastError
 from vit_fast.libraries.interface.image_model import Output
 
 if TYPE_CHECKING:
@@ -183,11 +183,8 @@ def inspect_onnx(path: str | Path) -> OnnxInfo:
         info.output, info.preprocess = facts.pop("output", None), bool(facts.pop("preprocess", False))
         if info.output not in (None, *get_args(Output)):
             raise ValueError(f"output must be one of {', '.join(get_args(Output))}, got {info.output!r}")
-        for key in ("image_hw", "patch_hw"):
-            sides = facts.get(key, [1, 1])
-            pair(key, None if isinstance(sides, int) else sides)
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise damaged(path, error) from None
+        raise ModelFileError(f"{path}: its metadata is damaged: {error}") from None
     return info
 
 
@@ -197,10 +194,6 @@ def narrow_precision(path: str | Path) -> str | None:
     for tensor in read_proto(path).graph.initializer:
         sizes[NARROW.get(onnx.TensorProto.DataType.Name(tensor.data_type))] += math.prod(tensor.dims)
     return sizes.most_common(1)[0][0] if sizes else None
-
-
-def damaged(path: str | Path, error: object) -> ModelFileError:
-    return ModelFileError(f"{path}: its metadata is damaged: {error}")
 
 
 def _describe_value(value: onnx.ValueInfoProto) -> dict[str, Any]:

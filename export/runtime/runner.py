@@ -18,7 +18,7 @@ from vit_fast.config import DataConfig, Size
 from vit_fast.errors import UnsupportedInputError, VitFastError, check_choice, check_integer, check_type, pair
 from vit_fast.libraries.interface.image_model import Output
 
-from .metadata import ModelFileError, OnnxInfo, Signature, damaged, inspect_onnx, read_signature
+from .metadata import ModelFileError, OnnxInfo, Signature, inspect_onnx, read_signature
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -53,17 +53,15 @@ def reasons_against(kind: str) -> list[str]:
     }
     reasons = []
     for remedy, libraries in needed.items():
-        if missing := [library for library in libraries if not _loads(library)]:
+        missing = []
+        for library in libraries:
+            try:
+                ctypes.CDLL(library)
+            except OSError:
+                missing.append(library)
+        if missing:
             reasons.append(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: {remedy}")
     return reasons
-
-
-def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
 
 
 def open_session(
@@ -157,21 +155,17 @@ class OnnxRunner:
         if data_config is not None and not isinstance(data_config, DataConfig):
             data_config = DataConfig.from_dict(data_config)
         self.data_config = data_config or self.info.data_config
-        classes, known = signature.output_tail[-1] if signature.output_tail else None, self.info.class_names
-        if known and classes not in (None, len(known)) and self.info.output != "features" and class_names is None:
-            raise damaged(path, f"{len(known)} class names for {classes} outputs")
         if class_names is not None:
             check_type("class_names", class_names, list, tuple)
-            if classes not in (None, len(class_names)):
-                got = f"one per class of the file, got {len(class_names)}"
-                raise ValueError(f"class_names must have {classes} names, {got}")
-            known = tuple(class_names)
-        self.class_names = known
+        self.class_names = self.info.class_names if class_names is None else tuple(class_names)
         if output is not None:
             check_choice("output", output, get_args(Output))
             if self.info.output not in (None, output):
                 raise ValueError(f"output must be {self.info.output!r} like the file's, got {output!r}")
         self.output = output or self.info.output or "logits"
+        classes, count = signature.output_tail[-1] if signature.output_tail else None, len(self.class_names or ())
+        if self.class_names and classes not in (None, count) and self.output != "features":
+            raise ValueError(f"class_names must have {classes} names, one per class of {path}, got {count}")
         self.image_hw = signature.image_hw
         if image_hw is not None:
             self.image_hw, fixed = pair("image_hw", image_hw), signature.shape[2:]
@@ -226,14 +220,7 @@ class OnnxRunner:
             count = len(piece)
             if count < size and self._needs_full_batch:
                 piece = piece[[min(i, count - 1) for i in range(size)]]
-            try:
-                results.append(self._session.run(piece)[:count])
-            except Exception as error:  # ONNX Runtime's exceptions share no base class
-                fixed = None not in self._signature.shape[1:]
-                if fixed or isinstance(error, VitFastError) or "allocate" in str(error).lower():
-                    raise
-                shape = tuple(images.shape)
-                raise ValueError(f"{self.path} does not support images of shape {shape}: {str(error)[:300]}") from error
+            results.append(self._session.run(piece)[:count])
         if len(results) > 1:
             results = [torch.cat(results) if bound else np.concatenate(results)]
         return (
@@ -249,9 +236,7 @@ class OnnxRunner:
         if self.output == "features":
             raise UnsupportedInputError("probabilities", [f"{self.path} must output classes, got features"])
         prepared = [self.prepare(image) for image in images]
-        if not prepared:
-            output = self(self.example(0))
-        elif self.takes_pixels:  # of any size
+        if self.takes_pixels:  # of any size
             output = np.concatenate([self(pixels) for pixels in prepared])
         else:
             output = self(np.stack(prepared).astype(self._signature.dtype))
