@@ -197,12 +197,9 @@ def narrow_precision(path: str | Path) -> str | None:
 
 
 def _describe_value(value: onnx.ValueInfoProto) -> dict[str, Any]:
-    tensor = value.type.tensor_type
+    tensor, kinds = value.type.tensor_type, onnx.TensorProto.DataType
     dims = [getattr(dim, kind) if (kind := dim.WhichOneof("value")) else "?" for dim in tensor.shape.dim]
-    try:
-        dtype = onnx.helper.tensor_dtype_to_string(tensor.elem_type).removeprefix("TensorProto.").lower()
-    except KeyError:
-        dtype = "unknown"
+    dtype = kinds.Name(tensor.elem_type).lower() if tensor.elem_type in kinds.values() else "unknown"
     return {"name": value.name, "dtype": dtype, "shape": dims}
 
 
@@ -213,50 +210,39 @@ class Signature:
     path: Path
     input: str
     dtype: np.dtype[Any]
-    shape: tuple[int | None, ...]  # [B, channels, height, width], or [B, height, width, channels] in uint8; None: any
+    takes_pixels: bool  # the input is [B, height, width, channels] in uint8; otherwise [B, channels, height, width]
+    shape: tuple[int | None, ...]  # of the input; None: any
+    in_chans: int
     image_hw: Size | None  # images must be resized to it; None if unknown
     patch_hw: Size | None  # divides the sides of images of any size
     output: str
     output_dtype: np.dtype[Any]
     output_tail: tuple[int, ...] | None  # shape of the output after the batch axis; None if it or the dtype is unknown
 
-    @property
-    def takes_pixels(self) -> bool:
-        return self.dtype == np.uint8
-
-    @property
-    def in_chans(self) -> int:
-        return self.shape[3 if self.takes_pixels else 1] or 3
-
     def check(self, images: Any) -> None:
         """Raises ValueError unless dtype and shape of numpy or torch images match the file."""
-        shape, problems = tuple(images.shape), []
-        dtype = str(images.dtype).removeprefix("torch.")
-        wanted = ["batch", *(n or "any" for n in self.shape[1:])]
+        shape, dtype, problem = tuple(images.shape), str(images.dtype).removeprefix("torch."), ""
         if dtype != str(self.dtype):
-            problems.append(f"dtype must be {self.dtype}, got {dtype}")
-        if len(shape) != 4 or any(n is not None and n != got for n, got in zip(self.shape[1:], shape[1:])):
-            problems.append(f"shape must be {wanted}, got {shape}")
+            problem = f"dtype must be {self.dtype}, got {dtype}"
+        elif len(shape) != 4 or any(n is not None and n != got for n, got in zip(self.shape[1:], shape[1:])):
+            problem = f"shape must be {['batch', *(n or 'any' for n in self.shape[1:])]}, got {shape}"
         elif 0 in shape[1:]:
-            problems.append(f"images must not be empty, got shape {shape}")
+            problem = f"images must not be empty, got shape {shape}"
         elif self.patch_hw and any(side % patch for side, patch in zip(shape[2:], self.patch_hw)):
             multiples = f"multiples of the patch size {self.patch_hw[0]}x{self.patch_hw[1]}"
-            problems.append(f"image height and width must be {multiples}, got shape {shape}")
-        if problems:
-            raise ValueError(f"images for {self.path.name}: " + "; ".join(problems))
+            problem = f"image height and width must be {multiples}, got shape {shape}"
+        if problem:
+            raise ValueError(f"images for {self.path.name}: {problem}")
 
 
 def read_signature(info: OnnxInfo) -> Signature:
     """Returns the signature of a file; raises ModelFileError unless images are its only input."""
-    path = Path(info.path)
-    if len(info.inputs) != 1:
-        names = ", ".join(entry["name"] for entry in info.inputs)
-        raise ModelFileError(f"{path}: must have images as its only input, got {len(info.inputs)} inputs ({names})")
-    entry, out = info.inputs[0], info.outputs[0]
-    if entry["dtype"] not in DTYPES or len(entry["shape"]) != 4:
+    entry, out = info.inputs[0] if info.inputs else {}, info.outputs[0]
+    if len(info.inputs) != 1 or entry["dtype"] not in DTYPES or len(entry["shape"]) != 4:
+        got = "; ".join(f"{entry['name']} {entry['dtype']} {entry['shape']}" for entry in info.inputs)
         raise ModelFileError(
-            f"{path}: input {entry['name']} must be floating [batch, channels, height, width] or uint8 "
-            f"[batch, height, width, channels], got {entry['dtype']} {entry['shape']}"
+            f"{info.path}: its only input must be images, floating [batch, channels, height, width] or uint8 "
+            f"[batch, height, width, channels], got {got or 'no input'}"
         )
     dtype: np.dtype[Any] = np.dtype(DTYPES[entry["dtype"]])
     sizes: list[Any] = [
@@ -264,14 +250,16 @@ def read_signature(info: OnnxInfo) -> Signature:
         for dims in (entry["shape"], out["shape"][1:])
     ]
     shape, tail = sizes
-    height, width = shape[1:3] if dtype == np.uint8 else shape[2:]
+    takes_pixels = dtype == np.uint8
+    height, width = shape[1:3] if takes_pixels else shape[2:]
     known, patch = info.metadata.get("image_hw"), info.metadata.get("patch_hw", (1, 1))
     image_hw: Size | None = (height, width) if height and width else None
     if image_hw is None and isinstance(known, list):  # other exporters may store text here
         image_hw = (known[0], known[1])
     is_known = bool(tail) and None not in tail and out["dtype"] in DTYPES
     return Signature(
-        path=path, input=entry["name"], dtype=dtype, shape=shape, image_hw=image_hw,
+        path=Path(info.path), input=entry["name"], dtype=dtype, takes_pixels=takes_pixels, shape=shape,
+        in_chans=shape[3 if takes_pixels else 1] or 3, image_hw=image_hw,
         patch_hw=(patch[0], patch[1]) if info.metadata.get("dynamic_size") is True else None, output=out["name"],
         output_dtype=np.dtype(DTYPES.get(out["dtype"], np.float32)), output_tail=tail if is_known else None,
     )  # fmt: skip

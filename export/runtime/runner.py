@@ -18,7 +18,7 @@ from vit_fast.config import DataConfig, Size
 from vit_fast.errors import UnsupportedInputError, VitFastError, check_choice, check_integer, check_type, pair
 from vit_fast.libraries.interface.image_model import Output
 
-from .metadata import ModelFileError, OnnxInfo, Signature, inspect_onnx, read_signature
+from .metadata import ModelFileError, OnnxInfo, inspect_onnx, read_signature
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -179,18 +179,19 @@ class OnnxRunner:
         self.notes: tuple[str, ...] = ()
         try:
             kind = "cuda" if kind == "auto" else kind
-            session = open_session(self.path, kind, index, **options, cuda_graph=cuda_graph)
+            self._session = open_session(self.path, kind, index, **options, cuda_graph=cuda_graph)
         except ProviderError as error:
             if device != "auto" or cuda_graph:
                 raise
             self.notes, kind = (str(error),), "cpu"
-            session = open_session(self.path, **options)
+            self._session = open_session(self.path, **options)
         self.device = kind
-        self.providers: tuple[str, ...] = tuple(session.get_providers())
+        self.providers: tuple[str, ...] = tuple(self._session.get_providers())
         self.max_batch = signature.shape[0] or max_batch
         self._needs_full_batch = signature.shape[0] is not None or cuda_graph
         self._bind = io_binding and kind in ("cuda", "tensorrt")
-        self._session = _Session(session, signature, index if cuda_graph else None)
+        self._graph_device = index if cuda_graph else None
+        self._graph_buffers: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, images: Any) -> Any:
         """Runs the model.
@@ -204,6 +205,7 @@ class OnnxRunner:
         Raises:
             ValueError: dtype or shape does not match the file.
         """
+        is_tensor = isinstance(images, Tensor)
         if not isinstance(images, np.ndarray | Tensor):
             raise TypeError(f"images must be a numpy array or a torch tensor, got {type(images).__name__}")
         if self.takes_pixels and images.ndim == 3:
@@ -211,21 +213,19 @@ class OnnxRunner:
         self._signature.check(images)
         if not len(images):  # one image of zeros gives shape and dtype of the output
             one = np.zeros((1, *images.shape[1:]), self._signature.dtype)
-            return self(torch.from_numpy(one).to(images.device) if isinstance(images, Tensor) else one)[:0]
-        bound = isinstance(images, Tensor) and images.is_cuda and self._bind
-        inputs = images.detach().cpu().numpy() if isinstance(images, Tensor) and not bound else images
+            return self(torch.from_numpy(one).to(images.device) if is_tensor else one)[:0]
+        bound = is_tensor and images.is_cuda and self._bind
+        inputs = images.detach().cpu().numpy() if is_tensor and not bound else images
         size, results = self.max_batch, []
         for start in range(0, len(inputs), size):
             piece = inputs[start : start + size]
             count = len(piece)
             if count < size and self._needs_full_batch:
                 piece = piece[[min(i, count - 1) for i in range(size)]]
-            results.append(self._session.run(piece)[:count])
+            results.append(self._run(piece)[:count])
         if len(results) > 1:
             results = [torch.cat(results) if bound else np.concatenate(results)]
-        return (
-            torch.from_numpy(results[0]).to(images.device) if isinstance(images, Tensor) and not bound else results[0]
-        )
+        return torch.from_numpy(results[0]).to(images.device) if is_tensor and not bound else results[0]
 
     def probabilities(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Returns class probabilities [B, classes] of images; see `prepare` for the preprocessing.
@@ -275,15 +275,7 @@ class OnnxRunner:
             return generator.integers(0, 256, (batch, height, width, self.in_chans), np.uint8)
         return generator.standard_normal((batch, self.in_chans, height, width)).astype(self._signature.dtype)
 
-
-class _Session:
-    """A session that runs numpy arrays, and CUDA tensors without copies, as a CUDA graph if `graph_device` is given."""
-
-    def __init__(self, session: Any, signature: Signature, graph_device: int | None) -> None:
-        self._session, self._signature, self._graph_device = session, signature, graph_device
-        self._graph_buffers: tuple[Tensor, Tensor] | None = None
-
-    def run(self, images: Any) -> Any:
+    def _run(self, images: Any) -> Any:
         """Returns the output [B, ...] of images that were checked, with their type and device."""
         if isinstance(images, Tensor):
             return self._run_on_cuda(images)
