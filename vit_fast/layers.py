@@ -143,7 +143,7 @@ class AttentionPool(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         """Computes the attention of the learned query over patches [B, N, C] -> [B, 1, C]."""
-        q = self.q(self.latent).unflatten(-1, (self.num_heads, -1)).transpose(1, 2).expand(len(x), -1, -1, -1)
+        q = self.q(self.latent).unflatten(-1, (self.num_heads, -1)).transpose(1, 2).expand(x.shape[0], -1, -1, -1)
         k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).transpose(1, 3).unbind(2)
         return self.proj(self.mix(q, k, v).transpose(1, 2).flatten(2))
 
