@@ -261,20 +261,6 @@ class OnnxRunner:
             raise UnsupportedInputError(f"preprocessing for {self.path}", reasons)
         return make_transform(self.data_config, self.image_hw, self.in_chans)(image).numpy()
 
-    def example(self, batch: int, generator: np.random.Generator | None = None) -> np.ndarray:
-        """Returns random inputs [batch, ...].
-
-        Raises:
-            UnsupportedInputError: the file has no fixed size, and image_hw was not passed.
-        """
-        generator = generator or np.random.default_rng(0)
-        height, width = self.image_hw or ((224, 224) if self.takes_pixels else (0, 0))
-        if not height:
-            raise UnsupportedInputError(f"an example for {self.path}", ["the file has no fixed size: pass image_hw"])
-        if self.takes_pixels:
-            return generator.integers(0, 256, (batch, height, width, self.in_chans), np.uint8)
-        return generator.standard_normal((batch, self.in_chans, height, width)).astype(self._signature.dtype)
-
     def _run(self, images: Any) -> Any:
         """Returns the output [B, ...] of images that were checked, with their type and device."""
         if isinstance(images, Tensor):

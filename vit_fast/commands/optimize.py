@@ -195,7 +195,6 @@ def open_model(
     name: str, batch: int, images: Sequence[Path], device: str = "auto", img_size: Sequence[int] | None = None
 ) -> Opened:
     """Opens a model and images with the same arguments as `vit-fast bench`; see make_configuration."""
-    import numpy as np
     import torch
 
     from ..apps.data import as_pixels, read_image
@@ -222,6 +221,6 @@ def open_model(
         if module.runner.takes_pixels:
             views = torch.from_numpy(as_pixels(read_image(paths[0]), count, module.runner.in_chans))
         else:
-            views = views.to(torch.from_numpy(module.runner.example(1, np.random.default_rng(0))).dtype)
+            views = views.to(getattr(torch, module.runner.info.inputs[0]["dtype"]))
     batches = [part for part in views.to(on).split(batch) if len(part) == batch]
     return Opened(model, module, batches[0], batches[1:], paths)
