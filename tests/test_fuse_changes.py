@@ -371,13 +371,3 @@ def test_operations_of_sequential_work(library: str, operation: str) -> None:
             each()
             torch.testing.assert_close(found(X), expected(X), **CLOSE)
     assert not isinstance(found, FusedBlocks)
-
-
-def test_a_slice_of_blocks_passes_rotary_positions() -> None:
-    model, images = SUBJECTS["vit-fast-dinov3"].build(3).eval(), torch.randn(1, 3, IMAGE, IMAGE)
-    model.blocks = model.blocks[:2]
-    with torch.no_grad():
-        expected = model(images)
-        vit_fast.set_backend(model, "eager")
-        model.blocks = model.blocks[:2]
-        torch.testing.assert_close(model(images), expected, **CLOSE)

@@ -208,6 +208,8 @@ def test_errors_of_arguments() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             vit_fast.GraphRunner(model, **options)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="autocast must be off"):
+        vit_fast.GraphRunner(identity, image)
     with pytest.raises(ValueError, match=r"images must be \[B, 3, 32, 32\] .*, got \(1, 3, 16, 32\) torch.float"):
         vit_fast.GraphRunner(identity, image, fallback="eager")(image[:, :, :16])
 

@@ -11,7 +11,6 @@ import torch
 from fused_models import SUBJECTS
 from graph_tapes import install
 from kernel_support import DEVICE
-from packed_towers import TOWERS
 from torch import Tensor, nn
 from torch._inductor import config as inductor
 
@@ -83,33 +82,6 @@ def test_the_first_axis_of_outputs_must_be_the_batch(monkeypatch: pytest.MonkeyP
     install(monkeypatch)
     with pytest.raises(vit_fast.UnsupportedInputError, match=r"first axis of each output .*4 images"):
         vit_fast.GraphRunner(nn.Flatten(0, 1), torch.zeros(1, 3, 8), batch_sizes=(4,))
-
-
-def test_a_call_that_would_differ_from_the_model_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under autocast, which the graph ignores, and after a forward was replaced."""
-    install(monkeypatch)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    runner = vit_fast.GraphRunner(model, torch.zeros(1, 4), batch_sizes=(2,))
-    images = torch.randn(3, 4)
-    torch.testing.assert_close(runner(images), model(images))
-    with torch.autocast("cpu", torch.bfloat16):
-        for call in (lambda: runner(images), lambda: vit_fast.GraphRunner(model, images)):
-            with pytest.raises(vit_fast.UnsupportedInputError, match="autocast must be off"):
-                call()
-        assert vit_fast.GraphRunner(model, images, fallback="eager")(images).dtype is torch.bfloat16
-    model[1].forward = lambda x: -x  # type: ignore[method-assign]  # as users do
-    with pytest.raises(vit_fast.UnsupportedInputError, match="forwards and settings: revert"):
-        runner(images)
-
-
-def test_a_mask_that_is_read_on_the_host_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idefics 2 and 3 and SmolVLM, fused or not."""
-    install(monkeypatch)
-    tower = TOWERS["idefics3"].build().eval()
-    for _ in range(2):
-        with pytest.raises(vit_fast.UnsupportedInputError, match="copies its patch mask to the host"):
-            vit_fast.GraphRunner(tower, torch.zeros(1, 3, 16, 16, device=DEVICE))
-        vit_fast.fuse(tower)
 
 
 def test_refresh_reads_changes_that_torch_does_not_track() -> None:

@@ -136,8 +136,7 @@ def warm_up(
 
     Args:
         model: A VisionTransformer or a fused model; not compiled by torch.compile.
-        batch_sizes: Batch sizes of later calls. For ViT-S, B and L, the first call at another batch size compiles at
-            most one kernel if it has at least 12 images (33 in training), otherwise a few.
+        batch_sizes: Batch sizes of later calls. The first call at another batch size compiles a few kernels at most.
         training: True compiles the kernels of training steps, forward and backward, instead of those of inference.
         example: Images [any, channels, height, width] like those of later calls; None means images of the model's size
             in the dtype of its parameters.
