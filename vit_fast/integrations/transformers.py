@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..errors import UnsupportedInputError, check_type, raise_unsupported
@@ -23,11 +25,6 @@ from ..ops import attention
 from ..ops.descriptions import key_mask_of
 from ..run.graph_runner import Fallback, GraphRunner
 
-try:
-    from transformers import AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-except ImportError:  # this version creates no masks for vision models
-    AttentionMaskInterface = None
 try:
     from transformers.masking_utils import bidirectional_mask_function
 except ImportError:  # transformers 4
@@ -78,8 +75,7 @@ def padding_mask(
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
-if AttentionMaskInterface is not None:
-    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask if bidirectional_mask_function is None else padding_mask)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask if bidirectional_mask_function is None else padding_mask)
 
 
 def graph_vision_tower(

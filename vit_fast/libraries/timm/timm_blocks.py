@@ -57,7 +57,8 @@ class AttentionLayer(FusedModule):
 
     def compute(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, **rope: Any) -> Tensor:
         if self.needs_original_forward(attn_mask, is_causal):
-            return super().forward(x, attn_mask=additive(attn_mask, x.dtype), **_causal(is_causal), **rope)
+            options = rope | ({"is_causal": True} if is_causal else {})  # timm 1.0.20 has no such argument
+            return super().forward(x, attn_mask=additive(attn_mask, x.dtype), **options)
         return self.project_out(self.mix(self.packed(x), attn_mask, self.rope_of(*rope.values())), x)
 
     def packed(self, x: Tensor) -> Tensor:
@@ -159,7 +160,8 @@ class BlockMixin(FusedNormMlp):
         return self.compute(x, attn_mask, is_causal)
 
     def compute(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, **rope: Any) -> Tensor:
-        options = rope | ({} if attn_mask is None else {"attn_mask": attn_mask}) | _causal(is_causal)
+        options = rope | ({} if attn_mask is None else {"attn_mask": attn_mask})
+        options |= {"is_causal": True} if is_causal else {}
         parts = self.ready()
         if parts is None:
             return super().forward(x, **options)
@@ -274,11 +276,6 @@ def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], *
 def learns(rope: Rope) -> bool:
     """Returns True if cosines and sines require gradients, as in RoPE-Mixed. Then torch's operators rotate."""
     return rope.cos.requires_grad and torch.is_grad_enabled()
-
-
-def _causal(is_causal: bool) -> dict[str, Any]:
-    """Returns the causal flag as a keyword argument if it is set, because timm 1.0.20 has no such argument."""
-    return {"is_causal": True} if is_causal else {}
 
 
 MIXINS: dict[str, type[FusedModule]] = {
