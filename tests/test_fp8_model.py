@@ -261,18 +261,10 @@ def test_a_compiled_model_is_one_graph_that_follows_its_weights(name: str) -> No
     assert seen == ["block"] * 2 * seen.graphs
 
 
-def test_graph_runners_and_freeze_follow_the_weights() -> None:
+def test_cached_weights_are_copies_and_follow_the_weights() -> None:
     model, given = in_fp8("timm-vit")
-    frozen = frozen_of(model)
-    assert len(frozen) == 2 and all(isinstance(each, FrozenFp8) for each in frozen)
-    addresses = [tensor.data_ptr() for each in frozen for tensor in each.tensors]
-    assert not {parameter.data_ptr() for parameter in model.parameters()} & set(addresses), "refreshes write there"
-    with torch.no_grad():
-        model.blocks[0].mlp.fc2.weight.mul_(2)
-        assert vit_fast.freeze(model) == ("blocks.0", "blocks.1")
-        assert [tensor.data_ptr() for each in frozen_of(model) for tensor in each.tensors] == addresses
-        runner = vit_fast.GraphRunner(model, given["x"], fallback="eager")
-        assert torch.equal(runner(given["x"]), model(**given))
+    addresses = {tensor.data_ptr() for each in frozen_of(model) for tensor in each.tensors}
+    assert addresses and not {parameter.data_ptr() for parameter in model.parameters()} & addresses
     vit_fast.unfreeze(model)
     with torch.inference_mode():  # weights cached here are followed outside of it
         before = model(**given)

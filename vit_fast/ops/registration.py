@@ -131,7 +131,7 @@ def operator(
     _LIBRARY.impl(name, dispatch, "Autograd", with_keyset=True)
 
     def call(*args: Any) -> Any:
-        if in_transform():  # torch would take tangents for 0, and has no vmap of `Differentiable`
+        if in_transform():  # forward-mode AD would silently take tangents for 0
             reason = "the call must be outside of torch.func transforms and forward-mode AD: use backend='eager'"
             raise UnsupportedInputError(f"{what} with backend='triton'", [reason])
         return registered(*args)
