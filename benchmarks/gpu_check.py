@@ -1,13 +1,13 @@
-"""`make gpu-check`: everything worth measuring on a machine with a GPU and no network, in eight minutes.
+"""`make gpu-check`: the most important tests and measurements on a GPU, without network, within eight minutes.
 
     python -m vit_fast.benchmarks.gpu_check --out DIR [--parts attention,models]
     python -m vit_fast.benchmarks.gpu_check --dry-run
 
-Needs torch, triton, numpy, pillow and pytest; libraries that are not installed are named. The jobs are tests and run
-configurations of `vit-fast bench`, in a fixed order, the most important ones first. Each runs in a process of its own
-with a time limit, and is skipped if less time is left. So a job that fails, hangs or loses the GPU does not affect the
-others. DIR/summary.json is written after each job; DIR/JOB contains its records, and `vit-fast report DIR/*/*/` shows
-them.
+Needs torch, triton, numpy, pillow, matplotlib, pytest and hypothesis. The printed tables name the candidates whose
+libraries are not installed. A job is a run of pytest, or some run configurations of `vit-fast bench`. The most
+important jobs come first. Each runs in its own process, so that a failure does not stop the others, and is skipped if
+its time limit exceeds the time left. DIR/summary.json is updated after each job. DIR/JOB contains its records, which
+`vit-fast report DIR/*/*/` writes to an HTML page.
 """
 
 from __future__ import annotations

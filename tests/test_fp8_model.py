@@ -150,8 +150,8 @@ def test_layers_kept_by_name() -> None:
     assert kept == [["qkv", "proj", "fc2"], ["proj", "fc2"]]
     for keep, message in (
         (("*.fc7",), rf"keep must match .* such as {re.escape(first)}.*, got '\*.fc7'"),
-        ("*.fc2", r"keep must be a sequence of names, .* got '\*.fc2'"),
-        (3, r"keep must be a sequence of names, .* got 3"),
+        ("*.fc2", r"keep must be an iterable of names, .* got '\*.fc2'"),
+        (3, r"keep must be an iterable of names, .* got 3"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             fuse(model, precision="fp8", keep=keep)

@@ -102,7 +102,7 @@ def test_an_interrupted_run_resumes(model: Any, folder: Path, out: Path) -> None
     (parts / ".vit-fast-partial-killed").mkdir()
     other = copy.deepcopy(model)
     torch.nn.init.zeros_(other.head.bias)
-    with pytest.raises(PredictionError, match="another model or other images"):
+    with pytest.raises(PredictionError, match="another model, class names or images"):
         _predict(other, folder, out)
     part = parts / "00000001.parquet"
     part.write_bytes(part.read_bytes()[:-9])

@@ -49,7 +49,7 @@ def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
     model = vit_fast.create_model("vit_test")
     for given, sizes, example, message in (
         *((model, sizes, None, "batch_sizes must be") for sizes in ([], [0], [1, -2], [1.5], ["8"])),
-        *((model, [1], torch.zeros(shape), "example must have shape") for shape in ((0, 3, 32, 32), (3,))),
+        *((model, [1], torch.zeros(shape), "example must have at least 2 dim") for shape in ((0, 3, 32, 32), (3,))),
         (nn.Linear(2, 2), [1], None, "example must be given for a Linear"),
     ):
         with pytest.raises(ValueError, match=message):

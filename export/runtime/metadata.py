@@ -241,8 +241,8 @@ def read_signature(info: OnnxInfo) -> Signature:
     if len(info.inputs) != 1 or entry["dtype"] not in DTYPES or len(entry["shape"]) != 4:
         got = "; ".join(f"{entry['name']} {entry['dtype']} {entry['shape']}" for entry in info.inputs)
         raise ModelFileError(
-            f"{info.path}: its only input must be images, floating [batch, channels, height, width] or uint8 "
-            f"[batch, height, width, channels], got {got or 'no input'}"
+            f"{info.path}: its only input must be images, float, float16 or double [batch, channels, height, width] or "
+            f"uint8 [batch, height, width, channels], got {got or 'no input'}"
         )
     dtype: np.dtype[Any] = np.dtype(DTYPES[entry["dtype"]])
     sizes: list[Any] = [

@@ -160,7 +160,7 @@ def per_channel(values: Sequence[float], in_chans: int) -> tuple[float, ...]:
     if in_chans == 1 and len(values) == 3:
         values = (sum(values) / 3,)
     if len(values) not in (1, in_chans):
-        raise ValueError(f"data_config must have one mean and std per channel, {in_chans}, got {len(values)}")
+        raise ValueError(f"data_config must have one mean and std, or one per channel ({in_chans}), got {len(values)}")
     return tuple(values) * (in_chans // len(values))
 
 

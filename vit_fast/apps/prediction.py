@@ -158,7 +158,7 @@ def predict_to_parquet(
 def _begin(parts: Path, task: str) -> None:
     if (parts / _TASK).is_file():
         if (parts / _TASK).read_text(encoding="utf-8") != task:
-            belongs = "contains parts of a run with another model or other images"
+            belongs = "contains parts of a run with another model, class names or images"
             raise PredictionError(f"{parts}: {belongs}: finish that run, or remove the folder")
         return
     if parts.is_dir() and any(not path.name.startswith(".") for path in parts.iterdir()):

@@ -236,7 +236,7 @@ class Reader(Inspector):
             self.reasons += tensor_reasons(path, scale)
             return self.slot(path)
         if scale is not None and scale != 1.0:
-            self.reasons.append(f"{path} must be a Parameter, got {scale!r}")
+            self.reasons.append(f"{path} must be a tensor or 1, got {scale!r}")
         return None
 
     def _if_fusible(self, parts: Parts, empty: Iterable[str]) -> Parts | None:

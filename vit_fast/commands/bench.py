@@ -25,10 +25,10 @@ def bench(
         ),
     ] = None,
     img_size: Annotated[str | None, option("Image sizes (default: the model's).", metavar="N|HxW,...")] = None,
-    train: Annotated[bool, option("Measure training steps: forward, backward, AdamW.", "--train")] = False,
+    train: Annotated[bool, option("Measure training steps; of a block or operator, the backward.", "--train")] = False,
     amp: Annotated[bool, option("With --train: run the forward under bf16 autocast.", "--amp")] = False,
     data: Annotated[str, option("Memory of the images: device, or host to include the copy to the GPU.")] = "device",
-    explain: Annotated[bool, option("Also print time per part and kernel, and lower bounds.", "--explain")] = False,
+    explain: Annotated[bool, option("Also print time per part and operator, and lower bounds.", "--explain")] = False,
     cold: Annotated[bool, option("Also measure the time from process start to the first output.", "--cold")] = False,
     latency: Annotated[bool, option("Measure p50, p90 and p99 latency of one image per call.", "--latency")] = False,
     batch_sizes: Annotated[
@@ -39,7 +39,7 @@ def bench(
         str | None, option("Candidates to measure; see --list-candidates.", metavar="eager,timm+compile")
     ] = None,
     device: Device = "auto",
-    out: Annotated[Path | None, option("New folder for record, table, plot and HTML report.")] = None,
+    out: Annotated[Path | None, option("New or empty folder for the results (default: in vit-fast-results).")] = None,
     time_budget: Annotated[
         float | None, option("Skip candidates that do not fit into these seconds; 0 means no limit.")
     ] = None,
@@ -48,7 +48,7 @@ def bench(
     as_json: AsJson = False,
     list_candidates: Annotated[bool, option("List the candidates and exit.", "--list-candidates")] = False,
 ) -> None:
-    """Measure images per second of models in several libraries, and compare their outputs with an fp64 reference.
+    """Measure images per second of models in several libraries, and compare their outputs with a reference.
 
     Without arguments, measures ViT-Ti (CPU, within three minutes on two cores) or ViT-B (GPU). Writes record.json,
     table.md, plot.png and report.html. Exits with 1 if a candidate is incorrect or fails, and with 130 after Ctrl-C.
@@ -88,7 +88,7 @@ def bench(
     else:
         # a time budget may be 0
         if out or any(value is not False and value not in ((), None, "auto", "device") for value in given.values()):
-            message = f"--resume {resume} must be the only option besides --json: the run has stored its options"
+            message = f"--resume {resume} must be the only argument besides --json: the run has stored the others"
             raise ValueError(message)
         journal = Journal.resume(resume)
         try:

@@ -44,12 +44,12 @@ def optimize(
     ] = None,
     device: Device = "auto",
     save: Annotated[Path | None, option("Save the result for vit_fast.load_optimized.")] = None,
-    export: Annotated[Path | None, option("New folder for the result: an ONNX file or a PyTorch package.")] = None,
+    export: Annotated[Path | None, option("New or empty folder for an ONNX file or a PyTorch package.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest configuration of a model on this machine, verify it against fp64, and cache it.
+    """Find the fastest configuration of a model on this machine, verify its outputs, and cache it.
 
-    The speedup is relative to the given model, or to the eager backend if you pass a name of `vit-fast models`. Press
+    The speedup is relative to the given model, or to the eager backend for `vit-fast models` and weights files. Press
     Ctrl-C to stop the search and get the best result so far.
     """
     from rich.console import Console
@@ -119,7 +119,8 @@ def _table(result: Optimization) -> Table:
 
 
 def cache(
-    clear: Annotated[bool, option("Remove all cached results.", "--clear")] = False, as_json: AsJson = False
+    clear: Annotated[bool, option("Remove all cached results.", "--clear")] = False,
+    as_json: Annotated[bool, option("Without --clear: print JSON.", "--json")] = False,
 ) -> None:
     """List or remove the cached results of `optimize`."""
     from ..measure import cache
@@ -142,7 +143,7 @@ def cache(
 
 
 def show(
-    model: ModelName,
+    model: Annotated[str, argument("One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, module:function.")],
     image: Annotated[Path | None, argument("An image file (default: matplotlib's sample image).")] = None,
     figures: Annotated[str, option(f"Some of {', '.join(FIGURES)}.", metavar="A,B")] = ",".join(FIGURES),
     blocks: Annotated[str, option("Blocks of the attention figure; negative ones count from the end.")] = "0,-1",

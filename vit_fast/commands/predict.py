@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..cli import AsJson, Backend, ClassNames, DataConfigFile, Device, WeightsFile, WeightsModel, argument, option
+from ..cli import Backend, ClassNames, DataConfigFile, Device, WeightsFile, WeightsModel, argument, option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +27,7 @@ def predict(
     weights: WeightsFile,
     model: WeightsModel = None,
     classes: ClassNames = None,
-    top_k: Annotated[int, option("Number of classes per image.", "--top-k")] = 5,
+    top_k: Annotated[int, option("Number of classes to print per image.", "--top-k")] = 5,
     backend: Backend = "auto",
     data_config: DataConfigFile = None,
     out: Annotated[
@@ -46,7 +46,7 @@ def predict(
         ),
     ] = None,
     device: Device = "auto",
-    as_json: AsJson = False,
+    as_json: Annotated[bool, option("Without --out: print JSON, and everything else to stderr.", "--json")] = False,
 ) -> None:
     """Classify images: print the most probable classes, or write predictions and embeddings to a Parquet file."""
     from ..apps.classifiers import class_names_for, open_classifier, read_class_names
@@ -150,7 +150,7 @@ def evaluate(
     backend: Backend = "auto",
     data_config: DataConfigFile = None,
     confusion: Annotated[Path | None, option("Draw the confusion matrix to this .png, .svg or .pdf file.")] = None,
-    as_json: Annotated[bool, option("Print JSON with all classes and disagreements.", "--json")] = False,
+    as_json: Annotated[bool, option("Print JSON with all disagreements and the classes of FOLDER.", "--json")] = False,
 ) -> None:
     """Measure top-1, top-5 and per-class accuracy of a model on labeled images, or compare it with a second model."""
     from ..apps.classifiers import class_names_for, draw_confusion, labeled_images, read_class_names

@@ -124,7 +124,7 @@ def _batches(model: nn.Module, images: Any) -> list[Tensor]:
             batch = batch[0]
         if not isinstance(batch, Tensor) or batch.dim() < 2:
             got = f"shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else type_name(batch)
-            requirement = "must be a tensor [B, ...] or a tuple that starts with one"
+            requirement = "must be a tensor of at least 2 dimensions, or a tuple or list that starts with one"
             raise TypeError(f"batch {number} of images {requirement}, got {got}")
         if len(batch):
             batches.append(as_model_input(model, batch.clone()))  # a loader may reuse the memory of the batch

@@ -58,7 +58,7 @@ class Optimized:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.candidate.engine != "torch" or not isinstance(self._function, nn.Module):
-            reason = "it cannot be pickled: call result.save(path), and vit_fast.load_optimized(path, model) there"
+            reason = "it cannot be pickled: use result.save(path) and vit_fast.load_optimized(path, model)"
             raise UnsupportedInputError(f"a model optimized as {self.candidate.name!r}", [reason])
         return super().__reduce_ex__(protocol)
 
@@ -165,7 +165,7 @@ def _session(
         raise UnsupportedInputError(candidate.name, ["the model must take one tensor and no other argument"])
     if len(tensors_in(output)) != 1 or len(leaves) != 1:
         found = f"{len(tensors_in(output))} tensors among {len(leaves)} values"
-        reason = f"the model must return one tensor, alone or in a structure, got {found}"
+        reason = f"the model must return one tensor and no other value, got {found}"
         raise UnsupportedInputError(candidate.name, [reason])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"

@@ -107,7 +107,7 @@ def optimize(
     again: bool = False,
     progress: Callable[[str, float], None] | None = None,
 ) -> Optimization:
-    """Finds the fastest configuration of a model on this machine, verifies it against fp64, and caches it.
+    """Finds the fastest configuration of a model on this machine, verifies its outputs, and caches it.
 
     Candidates are backends of our operators, torch.compile, CUDA graphs, frozen weights, ONNX Runtime, OpenVINO, thread
     counts, splitting the batch and, if loss is allowed, lower precision. Each is built, checked, and timed interleaved

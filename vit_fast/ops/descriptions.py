@@ -195,7 +195,7 @@ def check_keys(keys: Keys, batch: int, tokens: int, device: torch.device) -> Non
 
 
 def check_norm(name: str, norm: Norm, width: int) -> None:
-    check_choice(name, norm.kind, _NORMS)
+    check_choice(name if name == "norm" else f"{name}.kind", norm.kind, _NORMS)
     if norm.kind == "rms_norm" and norm.bias is not None:
         raise ValueError(f"the bias of {name} must be None for 'rms_norm', got a tensor")
     for part, tensor in (("weight", norm.weight), ("bias", norm.bias)):

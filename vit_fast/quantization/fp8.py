@@ -257,7 +257,7 @@ def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_
 def _kept_by_name(blocks: Sequence[EmulatedBlock], keep: Iterable[str]) -> dict[str, dict[str, str]]:
     """Returns `Choice.kept` for the layers that match one of the names or shell-style patterns."""
     if isinstance(keep, str) or not isinstance(keep, Iterable):
-        raise TypeError(f"keep must be a sequence of names, such as ('*.fc2',), got {keep!r}")
+        raise TypeError(f"keep must be an iterable of names, such as ('*.fc2',), got {keep!r}")
     kept: dict[str, dict[str, str]] = {block.name: {} for block in blocks}
     for pattern in keep:
         found = [

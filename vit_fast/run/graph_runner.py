@@ -100,7 +100,7 @@ class GraphRunner:
             check_type("example", example, Tensor)
             check_batch_sizes(sizes)
             if example.dim() < 2:
-                raise ValueError(f"example must have shape [B, channels, height, width], got {tuple(example.shape)}")
+                raise ValueError(f"example must have at least 2 dimensions, got shape {tuple(example.shape)}")
             self._tower, self._sequences = _Batches(model, example.shape[1:], 1, example), max(sizes)
         else:
             sizes, self._sequences = budgets or (), 64 if max_images is None else max_images

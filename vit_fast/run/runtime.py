@@ -160,7 +160,7 @@ def warm_up(
         example = torch.zeros(1, known.in_chans, *known.image_hw, dtype=parameter.dtype, device=parameter.device)
     check_type("example", example, Tensor)
     if example.dim() < 2 or example.shape[0] < 1:
-        raise ValueError(f"example must have shape [B >= 1, channels, height, width], got {tuple(example.shape)}")
+        raise ValueError(f"example must have at least 2 dimensions and 1 image, got shape {tuple(example.shape)}")
     start = time.perf_counter()
     reasons = triton_unavailable_reasons(example.device)  # this runs a kernel: call it before recording launches
     if not reasons and interpreter_is_active():
