@@ -133,7 +133,7 @@ def may_gain(group: Group, rows: Sequence[Row]) -> bool:
 
 
 class Journal:
-    """The findings of a run as (kind, value): row, control, ceilings, begun (a candidate of a group), resumed.
+    """The findings of a run as (kind, value): row, control, ceilings, begun (a candidate of a group, or None), resumed.
 
     Without a folder, they stay in memory.
     """

@@ -153,6 +153,7 @@ class _Run:
                 continue
             clock.free_memory(self.device)
             self.journal.add("row", row)
+        self.journal.add("begun", None)  # whatever ends the process from here on, no preparation does
         self._time(group, prepared, end_s)
 
     def _time(self, group: Group, prepared: dict[str, Prepared], end_s: float) -> None:

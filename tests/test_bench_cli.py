@@ -6,11 +6,12 @@ import contextlib
 import copy
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_support import assert_no_speed, breaking, build, shrink
+from bench_support import assert_no_speed, breaking, shrink
 from command_line import run
 from PIL import Image
 
@@ -99,26 +100,36 @@ def test_resuming_a_damaged_run_or_one_of_another_version_fails(line, message: s
     assert message in error and error.count("\n") == 1
 
 
-def test_an_interrupted_run_is_written_and_resumed(tmp_path: Path, image_files: Path, add, capsys) -> None:
+def test_an_ended_run_is_resumed_and_what_ends_it_twice_is_failed(tmp_path: Path, image_files, add, capsys) -> None:
+    """It is ended by Ctrl-C, and then by an exit, which writes as little as a killed process."""
+
     def press() -> None:
         raise KeyboardInterrupt
 
-    folder, sizes = tmp_path / "run", ("--batch-sizes", "1,2,4", "--seconds", "0.05")
-    arguments = ("bench", str(image_files), *SMALL, *sizes, "--candidates", "eager,pressed", "--out", str(folder))
-    add("pressed", breaking(press, above=1))
+    folder, sizes = tmp_path / "run", ("--batch-sizes", "1,2", "--seconds", "0.05")
+    arguments = ("bench", str(image_files), *SMALL, *sizes, "--candidates", "eager,deadly", "--out", str(folder))
+    add("deadly", breaking(press, above=1))
     assert run(*arguments) == 130
     assert f"--resume {folder}" in capsys.readouterr().out
     rows = records.read_record(folder)["rows"]
-    assert [row["status"] for row in rows] == ["measured"] * 2 + ["interrupted"] * 4
+    assert [row["status"] for row in rows] == ["measured"] * 2 + ["interrupted"] * 2
     for row in rows[2:]:
         assert_no_speed(row)
-    add("pressed", lambda group: build("sdpa", group))
-    assert run("bench", "--resume", str(folder), "--json") == 0
+    add("deadly", breaking(lambda: sys.exit(9), after=0, above=1))
+    resume = ("bench", "--resume", str(folder), "--json")
+    for _ in range(2):
+        assert run(*resume) == 9 and not folder.exists()
+        with pytest.raises(ValueError, match=r"run\.partial contains an unfinished run: pass --resume"):
+            records.check_folder(folder)
+        with (tmp_path / "run.partial" / "rows.jsonl").open("a") as file:
+            file.write('{"kind": "row", "val')  # cut in the middle of a line
+    assert run(*resume) == 1
     told = json.loads(capsys.readouterr().out)
     assert told == records.read_record(folder)
     assert [row["samples_ms"] for row in told["rows"][:2]] == [row["samples_ms"] for row in rows[:2]]
-    assert [row["status"] for row in told["rows"]] == ["measured"] * 6
-    assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert [row["status"] for row in told["rows"]] == ["measured"] * 3 + ["failed"]
+    assert "the process ended twice" in told["rows"][3]["reason"]
+    assert sorted(path.name for path in folder.iterdir()) == FILES and [*tmp_path.iterdir()] == [folder]
 
 
 def compared(tmp_path: Path, record: dict, capsys, factors: dict[str, float], **fields: Any) -> dict:

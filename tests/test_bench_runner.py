@@ -17,9 +17,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bench_support import NoisyClock, assert_no_speed, breaking, build, plan, rows_by_candidate, with_weights
-from command_line import run
 
-from vit_fast.benchmarks import records, runner
+from vit_fast.benchmarks import runner
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.models import Group
 from vit_fast.benchmarks.records import make_row
@@ -158,27 +157,6 @@ def test_control_and_best_peer_compute_in_full_precision(add) -> None:
     assert [row["best_peer"] for row in record["rows"]] == ["timm", "timm"]
     (control,) = runner.run(plan("quick"))["controls"]
     assert control["candidate"] == "quick"
-
-
-def test_a_killed_run_is_resumed_and_what_ends_it_twice_is_failed(tmp_path: Path, add) -> None:
-    """A process that exits writes as little as one that is killed."""
-    add("deadly", breaking(lambda: sys.exit(9), after=0, above=1))
-    folder, resume = tmp_path / "run", ["--resume", str(tmp_path / "run")]
-    first = ["--models", "vit_test", "--batch-sizes", "1,2", "--dtypes", "fp32", "--seconds", "0.05"]
-    first += ["--candidates", "eager,deadly", "--out", str(folder)]
-    for arguments, status in ((first, 9), (resume, 9), (resume, 1)):
-        assert run("bench", *arguments) == status
-        if status == 9:
-            assert not folder.exists()
-            with pytest.raises(ValueError, match=r"run\.partial contains an unfinished run: pass --resume"):
-                records.check_folder(folder)
-            with (tmp_path / "run.partial" / "rows.jsonl").open("a") as file:
-                file.write('{"kind": "row", "val')  # cut in the middle of a line
-    rows = records.read_record(folder)["rows"]
-    found = [(row["candidate"], row["batch"], row["status"]) for row in rows]
-    assert found[:3] == [("eager", 1, "measured"), ("deadly", 1, "measured"), ("eager", 2, "measured")]
-    assert found[3] == ("deadly", 2, "failed") and "the process ended twice" in rows[3]["reason"]
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize(("slowness", "noise"), [(0.7, 0.01), (1.0, 0.03), (1.3, 0.05), (3.0, 0.03)])
