@@ -123,9 +123,8 @@ def predict_to_parquet(
                         found = list(itertools.islice(predicted, len(chunk)))
                         assert [row["path"] for row in found] == list(map(str, chunk))
                         for row in found:
-                            row |= {
-                                key: np.float32(value) for key, value in row.items() if isinstance(value, np.ndarray)
-                            }
+                            if "probabilities" in row:  # pyarrow copies fp32, and converts fp64 one number at a time
+                                row["probabilities"] = np.float32(row["probabilities"])
                         with file_aside(name) as aside:
                             pq.write_table(pa.Table.from_pylist(found, schema=schema), aside)
                         del missing[name]
