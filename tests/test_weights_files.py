@@ -282,7 +282,7 @@ def test_a_transformers_repository(cache: Path) -> None:
     with torch.no_grad():
         assert (model(images) - peer(images).logits).abs().max() < 1e-5
     source = open_source(_publish(cache, "org/other", files))
-    assert source.data_config is None and any("the model keeps its preprocessing" in note for note in source.notes)
+    assert source.data_config is None and any("preprocessor_config.json is not used" in note for note in source.notes)
 
 
 def test_weights_in_shards(cache: Path, state: dict[str, Tensor], tmp_path: Path) -> None:

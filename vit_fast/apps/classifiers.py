@@ -119,7 +119,7 @@ def labeled_images(folder: Path, classes: int, class_names: Sequence[str] | None
     elif len(names) != classes:
         strangers = ", ".join([repr(name) for name in names if name not in known][:5])
         raise ValueError(
-            f"{folder}: each subfolder must have the name or index of a class, or there must be {classes} subfolders, "
+            f"{folder}: all subfolders must have names of classes, or all indices, or there must be {classes} of them, "
             f"got {len(names)}, among them {strangers}"
         )
     return [(file, indices[label]) for file, label in images.files]

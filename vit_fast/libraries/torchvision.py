@@ -114,7 +114,7 @@ class MultiheadAttentionMixin(FusedModule):
             reasons.append("it appends a zero token to keys and values (add_zero_attn)")
         if type(module.out_proj) is not NonDynamicallyQuantizableLinear:
             reasons.append(f"out_proj must be torch's own linear, got {type_name(module.out_proj)}")
-        notes = ["calls other than mha(x, x, x, need_weights=False) without masks run torch's forward"]
+        notes = ["torch's forward runs calls with masks, and all except mha(x, x, x, need_weights=False)"]
         notes += dropout_notes("attention", module.dropout) if isinstance(module.dropout, float) else []
         return Finding(reasons + touch_reasons([("out_proj", module.out_proj)]), notes)
 
@@ -196,8 +196,8 @@ class EncoderBlockMixin(FusedNormMlp):
 
 
 SKIPPED = {
-    "ShiftedWindowAttention": "windowed attention with a position bias",
-    "TransformerDecoderLayer": "a decoder layer: causal and cross-attention",
+    "ShiftedWindowAttention": "it computes windowed attention with a position bias",
+    "TransformerDecoderLayer": "it is a decoder layer, with causal and cross-attention",
 }
 MIXINS: dict[str, type[FusedModule]] = {
     "torch.nn.modules.activation.MultiheadAttention": MultiheadAttentionMixin,

@@ -209,10 +209,10 @@ def _open(name: str, find: Find) -> Source:
     if library is hf_model:
         try:
             if (file := find("preprocessor_config.json")) is None:
-                raise ValueError("there is no preprocessor_config.json")
+                raise ValueError("it does not exist")
             found.data_config = hf_model.data_config_from_processor(_read_json(file))
         except _DAMAGE as error:
-            found.notes.append(f"the model keeps its preprocessing: {error}")
+            found.notes.append(f"preprocessor_config.json is not used: {error}")
     return found
 
 

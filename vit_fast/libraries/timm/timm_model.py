@@ -59,13 +59,13 @@ def read_config(config: Mapping[str, Any]) -> Facts:
     try:
         variant = get_variant(str(config.get("architecture", "")))
     except ValueError as error:
-        facts.notes.append(f"config.json: {error}")
+        facts.notes.append(f"the architecture in config.json is not used: {error}")
     else:
         facts.config = variant.config.replace(**fields)
     try:
         facts.data_config = _data_config(pretrained)
     except ValueError as error:
-        facts.notes.append(f"preprocessing not used: {error}")
+        facts.notes.append(f"the preprocessing in config.json is not used: {error}")
     return facts
 
 

@@ -213,4 +213,4 @@ def packed_tower(tower: Any) -> PackedTower | None:
 def version_reasons() -> list[str]:
     """Returns a reason if transformers cannot compute the metadata of packed towers."""
     known = importlib.util.find_spec("transformers.vision_utils") is not None
-    return [] if known else ["this version of transformers has no transformers.vision_utils: install transformers 5.23"]
+    return [] if known else ["this version of transformers has no transformers.vision_utils: use 5.23 or newer"]
