@@ -57,7 +57,7 @@ def read_class_names(path: Path) -> list[str]:
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file of class names") from None
     except (ValueError, KeyError, RecursionError) as error:  # not UTF-8, not JSON, or indices other than 0 to n-1
-        raise ValueError(f"{path}: invalid text or JSON (indices from 0): {type(error).__name__}: {error}") from None
+        raise ValueError(f"{path}: invalid class names (indices from 0): {type(error).__name__}: {error}") from None
     if not isinstance(content, list) or not all(isinstance(name, str) for name in content):
         raise ValueError(f"{path}: must be a JSON list of names, or an object from index to name")
     return content
