@@ -130,7 +130,7 @@ def _attend(qkv: Sequence[Tensor], keys: Keys | None, scale: float | None, backe
     cu_seqlens, max_seqlen, key_mask = keys or (None, 0, None)
     backend = resolve_backend(backend, first.device, first.dtype)
     runs_kernel = backend == "triton" and not is_exporting()
-    if runs_kernel:  # SDPA does the same under autocast
+    if runs_kernel and (len(qkv) == 3 or first.dtype is not matmul_dtype(first)):  # as SDPA under autocast
         qkv = [tensor.to(matmul_dtype(tensor)) for tensor in qkv]
     if len(qkv) == 1:
         check_dtype("qkv", first)
