@@ -169,9 +169,9 @@ def _begin(parts: Path, task: str) -> None:
 def _rows_by_ray(
     model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], workers: int | None, device: str
 ) -> Generator[dict[str, Any]]:
-    """Yields the rows of the images, computed by actors on the Ray cluster that `ray.init()` finds or starts.
+    """Yields the rows of the images, computed by tasks on the Ray cluster that `ray.init()` finds or starts.
 
-    Each node needs this package, and the files under the same paths. Ray restarts an actor that dies and repeats its
+    Each node needs this package, and the files under the same paths. Ray restarts a worker that dies and repeats its
     task, at most twice, because the images may have caused the crash.
     """
     if importlib.util.find_spec("ray") is None:
@@ -179,40 +179,44 @@ def _rows_by_ray(
     if device not in DEVICES:
         raise ValueError(f"device must be one of {', '.join(DEVICES)} with engine='ray', got {device!r}")
     import ray
-    from ray.exceptions import RayActorError, RayError, RayTaskError
-    from ray.util import ActorPool
+    import ray.exceptions
 
-    class Predictor:
-        def __init__(self, model: VisionTransformer, place: str) -> None:
-            self.model = model.to(place)
-
-        def predict(self, block: Sequence[Path]) -> list[dict[str, Any]]:
-            return list(rows(self.model, block, class_names))
-
-    starts, actors = not ray.is_initialized(), []
+    starts = not ray.is_initialized()
     if starts:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    tasks: list[Any] = []
     try:
         count, gpus = _share(ray.cluster_resources(), workers, device)
         size = min(PART, max(BATCH_SIZE, math.ceil(len(files) / (_BLOCKS_PER_WORKER * count))))
         blocks = [files[i : i + size] for i in range(0, len(files), size)]
-        decorate: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=_TRIES - 1)
-        remote = decorate(Predictor)
-        arguments = ray.put(model), "cuda" if gpus else "cpu"
-        actors = [remote.remote(*arguments) for _ in range(min(count, len(blocks)))]
-        results = ActorPool(actors).map(lambda actor, block: actor.predict.remote(block), blocks)
-        for block in blocks:
+        place, shared = "cuda" if gpus else "cpu", ray.put(model)
+        running: list[Any] = []
+
+        def predict(model: VisionTransformer, block: Sequence[Path]) -> list[dict[str, Any]]:
+            return list(rows(model.to(place), block, class_names))
+
+        remote = ray.remote(max_retries=_TRIES - 1, num_gpus=gpus)(predict)
+        for i, block in enumerate(blocks):
+            while True:
+                for each in blocks[len(tasks) : len(tasks) + count - len(running)]:
+                    tasks.append(remote.remote(shared, each))
+                    running.append(tasks[-1])
+                if tasks[i] not in running:
+                    break
+                running = ray.wait(running)[1]
             try:
-                yield from next(results)
-            except RayTaskError as error:
+                yield from ray.get(tasks[i])
+            except ray.exceptions.RayTaskError as error:
                 raise PredictionError(str(error.cause)) from None
-            except RayActorError:
+            except ray.exceptions.WorkerCrashedError:
                 raise PredictionError(f"{_TRIES} workers died between {block[0]} and {block[-1]}") from None
-    except RayError as error:
+            tasks[i] = None  # frees its rows
+    except ray.exceptions.RayError as error:
         raise PredictionError(f"ray: {' '.join(str(error).split())}") from None
     finally:
-        for actor in actors:
-            ray.kill(actor)
+        for task in tasks:
+            if task is not None:
+                ray.cancel(task)
         if starts:
             ray.shutdown()
 
