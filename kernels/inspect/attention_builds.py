@@ -18,13 +18,19 @@ _HALF_SHAPES = (
     (197, 32), (197, 48), (577, 48), (577, 96), (577, 128),
 )  # fmt: skip
 _FP32_SHAPES = ((197, 64), (257, 80), (577, 128))
-_CORE_SHAPES = ((197, 64), (577, 64), (257, 80))
+_FP16_SHAPES = ((197, 64), (577, 64), (257, 80))
 # (mean length of packed sequences, head_dim) of Qwen-VL (images, windows), SigLIP 2, and each remaining tile width.
 _PACKED_SHAPES = (
     (1024, 80), (64, 80), (1024, 64), (1024, 72), (1024, 128), (64, 128), (1024, 96), (1024, 48), (1024, 32),
 )  # fmt: skip
 _MASKED_SHAPES = ((256, 72), (1024, 64), (1024, 128))
 _E4M3_SHAPES = ((197, 64, "tma"), (577, 64, "tma"), (257, 80, "tma"), (729, 72, "vector"))
+# Core builds, in bf16 with TMA: of all architectures, and of single ones.
+_CORE = {(197, 64, "fixed"), (1024, 80, "packed")}
+_CORE_OF = {
+    "sm_90": {(577, 64, "fixed"), (257, 80, "fixed"), (1024, 72, "packed"), (256, 72, "masked")},
+    "sm_120": {(577, 96, "fixed"), (577, 128, "fixed")},  # would spill with the tile sizes of sm_80
+}
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "tf32"}
 _HEADS = 4
 
@@ -36,7 +42,7 @@ def attention_builds(arch: str) -> Iterator[Build]:
             yield from _builds(arch, *shape, access)
     yield from _builds(arch, 197, 64, batch=1)
     yield from _builds(arch, 196, 64, queries=1)  # attention pooling of SigLIP: one query per image
-    for shape in _CORE_SHAPES:
+    for shape in _FP16_SHAPES:
         yield from _builds(arch, *shape, dtype=torch.float16)
     for form, shapes in (("packed", _PACKED_SHAPES), ("masked", _MASKED_SHAPES)):
         for shape in shapes:
@@ -71,15 +77,7 @@ def _builds(
 
     lengths = f"N{tokens}" if queries is None else f"Nq{queries} N{tokens}"
     ending = "" if form == "fixed" else f" {form}"
-    hopper, shape = arch == "sm_90", (tokens, head_dim)
-    if access != "tma" or form == "to e4m3" or dtype != torch.bfloat16:
-        core = False
-    elif form != "fixed":
-        core = (*shape, form) == (1024, 80, "packed") or (hopper and head_dim == 72)
-    elif arch == "sm_120" and head_dim in (96, 128):
-        core = True  # because these kernels would spill with the tile sizes of sm_80
-    else:
-        core = shape in _CORE_SHAPES and (hopper or tokens == 197)
+    core = access == "tma" and dtype == torch.bfloat16 and (tokens, head_dim, form) in _CORE | _CORE_OF.get(arch, set())
     for launch in launches:
         needs: tuple[str, ...] = ()
         if dtype != torch.float32 and access != "scalar" and form != "to e4m3":
