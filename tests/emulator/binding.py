@@ -1,4 +1,4 @@
-"""Python binding of the emulator: reports, profiles, orders of execution, and planted defects."""
+"""Python binding of the emulator: reports, profiles, and orders of execution."""
 
 from __future__ import annotations
 
@@ -101,15 +101,6 @@ class Emulator:
     def find(self, word: str) -> list[Found]:
         """Returns the instructions of loaded kernels whose opcode contains a word."""
         return [Found(*row) for row in self._ask("find", word.encode())]
-
-    @contextmanager
-    def without(self, instruction: Found) -> Iterator[None]:
-        """Skips an instruction, to plant a defect."""
-        self.binding.emulator_leave_out(instruction.kernel, instruction.index, 1)
-        try:
-            yield
-        finally:
-            self.binding.emulator_leave_out(instruction.kernel, instruction.index, 0)
 
     @contextmanager
     def recording(self) -> Iterator[None]:

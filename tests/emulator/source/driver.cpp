@@ -5,7 +5,6 @@
 #include <cuda.h>
 #include <dlfcn.h>
 #include <mutex>
-#include <tuple>
 #include <utility>
 #include "instructions.hpp"
 
@@ -146,16 +145,6 @@ const char* emulator_find(const char* word) {
         append(list, array(number(k), quoted(kernels[k]->name), number(i), quoted(I.opcode),
                            quoted(I.line >= 0 ? kernels[k]->lines[I.line] : ""), number(I.statistics.executed)));
   return reply(list);
-}
-// Skips an instruction, to plant a defect, or restores it.
-void emulator_leave_out(int kernel, int index, int out) {
-  static std::map<std::pair<int, int>, std::pair<Kind, Run>> left_out;
-  Instruction& I = kernels[kernel]->code[index];
-  if (out) {
-    left_out[{kernel, index}] = {I.kind, I.run};
-    I.run = I.kind == TRY_WAIT ? always_true : nothing;
-    I.kind = PLAIN;
-  } else std::tie(I.kind, I.run) = left_out.at({kernel, index});
 }
 
 }  // extern "C"

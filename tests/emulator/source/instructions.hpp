@@ -15,7 +15,7 @@ Run selection(const Words& opcode);  // selp, lop3, bfi
 
 #define DECLARE(name) void name(Warp&, Instruction&, u32);
 // lanes.cpp
-DECLARE(nothing) DECLARE(trap) DECLARE(always_true) DECLARE(move32) DECLARE(move64) DECLARE(pack) DECLARE(unpack)
+DECLARE(trap) DECLARE(move32) DECLARE(move64) DECLARE(pack) DECLARE(unpack)
 DECLARE(shuffle) DECLARE(reduce) DECLARE(elect) DECLARE(vote)
 // global_memory.cpp
 DECLARE(load_parameter) DECLARE(load_global) DECLARE(store_global) DECLARE(atomic) DECLARE(wait_for_grid)

@@ -3,12 +3,10 @@
 
 namespace emulator {
 
-void nothing(Warp&, Instruction&, u32) {}
 void trap(Warp& w, Instruction& I, u32) {
   report(w, I, "trap", "trap executed");
   w.cta->aborted = true;
 }
-void always_true(Warp& w, Instruction& I, u32 mask) { set_predicate(w, I, 0, ALL, mask); }
 void move32(Warp& w, Instruction& I, u32 mask) { assign(words(w, I, 0), words(w, I, 1), mask); }
 void move64(Warp& w, Instruction& I, u32 mask) { assign(longs(w, I, 0), longs(w, I, 1), mask); }
 
