@@ -160,11 +160,10 @@ def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         mlp_ratio = hidden / C
         if int(C * mlp_ratio) != hidden:
             mlp_ratio = (hidden + 0.5) / C  # half a unit more, because ViTConfig rounds down
-    sizes = {"img_size": vision["image_size"], "patch_size": vision["patch_size"]}
     return {
-        **{name: tuple(size) if isinstance(size, list) else size for name, size in sizes.items()},
-        "in_chans": vision["num_channels"], "embed_dim": C, "depth": vision["num_hidden_layers"],
-        "num_heads": vision["num_attention_heads"], "mlp_ratio": mlp_ratio, "qkv_bias": vision.get("qkv_bias", True),
+        "img_size": vision["image_size"], "patch_size": vision["patch_size"], "in_chans": vision["num_channels"],
+        "embed_dim": C, "depth": vision["num_hidden_layers"], "num_heads": vision["num_attention_heads"],
+        "mlp_ratio": mlp_ratio, "qkv_bias": vision.get("qkv_bias", True),
         "act_layer": ACTIVATIONS[vision["hidden_act"]], "norm_eps": vision["layer_norm_eps"],
         **_family_fields(family, config, vision),
     }  # fmt: skip
