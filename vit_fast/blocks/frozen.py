@@ -30,6 +30,7 @@ class Frozen:
     """
 
     every_source = False  # see `sources`
+    marked_static = False  # True if torch.compile knows that the tensors keep their addresses
 
     def __init__(self, attention: AttentionParts, mlp: MlpParts, dtype: torch.dtype, rope_head: int) -> None:
         self.attention, self.mlp, self.dtype, self.rope_head = attention, mlp, dtype, rope_head

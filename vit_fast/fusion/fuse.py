@@ -17,9 +17,7 @@ from ..blocks.fused import Finding, FusedContainer, FusedModule, FusedNormMlp, d
 from ..blocks.fusion_report import FusionReport, ModuleReport
 from ..blocks.plain import forward_is_replaced, forward_reasons
 from ..errors import check_type, raise_unsupported, type_name
-from ..layers import AttentionPool
 from ..libraries.known import form_or_reason, fused_form, is_near_attention
-from ..model import Attention, Block
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from ..quantization import fp8
 from .patch_embed import FusedPatchConv, check_normalize
@@ -112,26 +110,21 @@ def unfuse(model: nn.Module) -> None:
 
 
 def set_backend(model: nn.Module, backend: str) -> FusionReport:
-    """Sets the backend of the blocks of a VisionTransformer.
+    """Sets the backend of the blocks of a VisionTransformer, or of another model that fuse supports.
 
     Like fuse, but raises an error instead of skipping a module that the Triton kernels cannot run.
 
     Args:
-        model: A VisionTransformer, or a module that contains one.
+        model: Any module; all its submodules are inspected.
         backend: "eager" (reference formulas), "sdpa" (torch's fused attention), "triton" (Triton kernels), or "auto";
             see fuse.
     Returns:
         The report of fuse. It also lists blocks that run their original forward, e.g. because of active dropout.
     Raises:
-        ValueError: the backend is unknown, or the model has no blocks of vit_fast.
+        ValueError: the backend is unknown.
         UnsupportedInputError: "triton" cannot run the model; lists all reasons. The model stays unchanged.
     """
     check_type("model", model, nn.Module)
-    if not any(isinstance(module, Block | AttentionPool | Attention) for module in model.modules()):
-        raise ValueError(
-            f"{type(model).__name__} contains no vit_fast modules: call vit_fast.fuse(model, backend=...) for other "
-            "libraries"
-        )
     if backend == "triton":
         forms = {
             part: type(part) if isinstance(part, FusedModule) else fused_form(type(part)) for part in model.modules()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..blocks.frozen import Frozen
-from ..errors import check_batch_sizes, check_choice, check_type
+from ..errors import check_batch_sizes, check_type
 from ..fusion.fuse import frozen_of
 from ..libraries.known import IMAGE_MODELS
 from ..ops.backends import compile_launches, interpreter_is_active, triton_unavailable_reasons
@@ -40,10 +38,9 @@ def compile(
     Returns:
         The compiled model, with the attributes and state_dict that torch.compile gives it.
     Raises:
-        ValueError: the mode is unknown.
+        RuntimeError: the mode is unknown.
     """
     check_type("model", model, nn.Module)
-    check_choice("mode", mode, get_args(CompileMode))
     compiled: Any = torch.compile(model, mode=mode, fullgraph=fullgraph, dynamic=None if dynamic_batch else False)
     if dynamic_batch:
         compiled.register_forward_pre_hook(_mark_batch_dynamic, with_kwargs=True)
@@ -67,16 +64,13 @@ def compile_frozen(function: Callable[..., Any], *, fullgraph: bool = True) -> C
     return run
 
 
-_at_fixed_addresses: weakref.WeakSet[Frozen] = weakref.WeakSet()
-
-
 def _update_frozen(module: nn.Module, args: Any) -> None:
     """Updates frozen weights before a replay, and marks them as static, so that replays do not copy them."""
     for frozen in frozen_of(module):
-        if frozen not in _at_fixed_addresses:
+        if not frozen.marked_static:
             for tensor in frozen.tensors:
                 torch._dynamo.mark_static_address(tensor)
-            _at_fixed_addresses.add(frozen)
+            frozen.marked_static = True
         frozen.ensure_current()
 
 
