@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,6 @@ from vit_fast.apps.data import make_transform, random_crop, read_image
 from vit_fast.config import DataConfig, Size, ViTConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure.candidate import describe_error
-from vit_fast.measure.clock import cold_copies
 from vit_fast.model import VisionTransformer
 from vit_fast.variants import get_variant, list_models
 from vit_fast.work import Counter, Work, work
@@ -46,6 +46,7 @@ DTYPES = {
 }  # fmt: skip
 CPU = torch.device("cpu")
 MAX_VIEWS = 64  # different images; more would cost time to prepare
+CPU_CACHE_BYTES = 64 * 2**20  # larger than the last-level cache of most processors
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -343,6 +344,7 @@ def image_views(paths: Sequence[Path], model: Model, count: int) -> Tensor:
 def rotating_batches(views: Tensor, batch_size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Makes different batches of views on a device, enough that the next one is never in the cache."""
     on_device = views.to(device=device, dtype=dtype)
-    copies = cold_copies(batch_size * on_device[0].nbytes, device)
+    cache = CPU_CACHE_BYTES if device.type == "cpu" else torch.cuda.get_device_properties(device).L2_cache_size
+    copies = max(2, math.ceil(2 * cache / (batch_size * on_device[0].nbytes)))
     rows = torch.arange(batch_size, device=device)
     return [on_device[(rows + number * (batch_size + 1)) % len(views)] for number in range(copies)]

@@ -31,12 +31,6 @@ MOST_ON_SCREEN = 7  # columns besides the candidate
 INK, FAINT, ACCENT = "#1e293b", "#64748b", "#0f766e"
 
 
-class Column(NamedTuple):
-    title: str
-    cell: Callable[[Row], str]  # of a measured row
-    rank: int = 0  # on the screen; 0: not shown there
-
-
 class Table(NamedTuple):
     caption: str
     titles: Sequence[str]
@@ -63,25 +57,28 @@ def _ratio(row: Row) -> str:
     return f"{row['ratio_to_best_peer']:.2f} [{low:.2f}, {high:.2f}]" + (" =" if row["verdict"] == SAME else "")
 
 
-COLUMNS = (
-    Column("precision", _number("precision", "{}"), 1),
-    Column("images/s", _number("images_per_s"), 1),
-    Column("ms", _number("ms", 4), 3),
-    Column("[p20, p80]", lambda row: f"[{format_number(row['ms_p20'], 4)}, {format_number(row['ms_p80'], 4)}]"),
-    Column("p90 ms", _number("ms_p90", 4)),
-    Column("p99 ms", _number("ms_p99", 4), 7),
-    Column("host ms", lambda row: _number("host_ms")(row) + (" bound" if row.get("host_bound") else ""), 8),
-    Column("TFLOP/s", _number("TFLOP_per_s")),
-    Column("of ceiling", lambda row: "above" if row["defect"] else _number("ceiling_share", "{:.0%}")(row)),
-    Column("floor ms", _number("floor_ms", 4)),
-    Column("x best peer", _ratio, 2),
-    Column("peak MiB", _number("peak_MiB", "{:,.1f}")),
-    Column("max error", _number("max_error", "{:.1e}"), 4),
-    Column("first call s", _number("first_call_s")),
-    Column("cold s", _number("cold_s"), 6),
-    Column("cold MiB", _number("cold_MiB", "{:,.0f}")),
-    Column("agreement", _number("agreement", "{:.0%}"), 5),
-)
+# Cells of measured rows.
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "precision": _number("precision", "{}"),
+    "images/s": _number("images_per_s"),
+    "ms": _number("ms", 4),
+    "[p20, p80]": lambda row: f"[{format_number(row['ms_p20'], 4)}, {format_number(row['ms_p80'], 4)}]",
+    "p90 ms": _number("ms_p90", 4),
+    "p99 ms": _number("ms_p99", 4),
+    "host ms": lambda row: _number("host_ms")(row) + (" bound" if row.get("host_bound") else ""),
+    "TFLOP/s": _number("TFLOP_per_s"),
+    "of ceiling": lambda row: "above" if row["defect"] else _number("ceiling_share", "{:.0%}")(row),
+    "floor ms": _number("floor_ms", 4),
+    "x best peer": _ratio,
+    "peak MiB": _number("peak_MiB", "{:,.1f}"),
+    "max error": _number("max_error", "{:.1e}"),
+    "first call s": _number("first_call_s"),
+    "cold s": _number("cold_s"),
+    "cold MiB": _number("cold_MiB", "{:,.0f}"),
+    "agreement": _number("agreement", "{:.0%}"),
+}
+# On the screen, the most important ones first.
+SCREEN = ("precision", "images/s", "x best peer", "ms", "max error", "agreement", "cold s", "p99 ms", "host ms")
 
 
 def groups(record: Record, status: str = "") -> dict[str, list[Row]]:
@@ -207,19 +204,19 @@ def not_measured(record: Record) -> list[str]:
     return [line if len(where) == len(grouped) else f"{line} ({'; '.join(where)})" for line, where in titles.items()]
 
 
-def _columns(record: Record, width: int | None) -> list[Column]:
+def _columns(record: Record, width: int | None) -> list[str]:
     """Returns the columns with any cell, or the most important of them that fit into a terminal of this width."""
     rows = measured(record["rows"])
-    columns = [column for column in COLUMNS if any(map(column.cell, rows))]
+    columns = [title for title, cell in COLUMNS.items() if any(map(cell, rows))]
     if width is None:
         return columns
-    shown: list[Column] = []
+    shown: list[str] = []
     left = width - max((len(label(row, precision=False)) for row in rows), default=0) - 2
-    for column in sorted((c for c in columns if c.rank), key=lambda column: column.rank)[:MOST_ON_SCREEN]:
-        left -= max(map(len, (column.title, *map(column.cell, rows)))) + 3
+    for title in [title for title in SCREEN if title in columns][:MOST_ON_SCREEN]:
+        left -= max(map(len, (title, *map(COLUMNS[title], rows)))) + 3
         if left < 0:
             break
-        shown.append(column)
+        shown.append(title)
     return sorted(shown, key=columns.index)
 
 
@@ -228,8 +225,8 @@ def tables(record: Record, width: int | None = None) -> Iterator[Table]:
     columns = _columns(record, width)
     grouped = groups(record, "measured")
     for title, rows in grouped.items():
-        lines = [[label(row, precision=False), *(column.cell(row) for column in columns)] for row in rows]
-        yield Table(title, ["candidate", *(column.title for column in columns)], lines)
+        lines = [[label(row, precision=False), *(COLUMNS[column](row) for column in columns)] for row in rows]
+        yield Table(title, ["candidate", *columns], lines)
     for title, rows in grouped.items():
         if explained := [row for row in rows if row.get("explained")]:
             yield Table(f"Time per part, ms per call: {title}", *_parts(record, explained))

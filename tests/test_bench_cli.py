@@ -151,29 +151,22 @@ def compared(tmp_path: Path, record: dict, capsys, factors: dict[str, float], **
     return told
 
 
-def test_compare_tells_differences_from_noise(record: dict, tmp_path: Path, capsys) -> None:
+def test_compare_tells_differences_from_noise_and_from_those_of_the_machine(record: dict, tmp_path, capsys) -> None:
     rows = [*record["rows"], {**record["rows"][1], "candidate": "new"}]
-    machine = record["machine"] | {"threads": record["machine"]["threads"] + 1}
-    factors = {"eager": 0.5, "sdpa": 0.99, "timm": 1.25}
-    told = compared(tmp_path, record, capsys, factors, rows=rows, machine=machine)
-    verdicts = {pair["candidate"]: (pair["verdict"], round(pair["ratio"], 2)) for pair in told["pairs"]}
-    assert verdicts == {"eager": ("faster", 2), "sdpa": ("no difference", 1.01), "timm": ("slower", 0.8)}
-    for pair in told["pairs"]:
-        low, high = pair["interval"]
-        assert low <= pair["ratio"] <= high < low * 1.01
-    assert told["unpaired"] == ["vit_test fp32 batch 2 new: only in the second record"]
-    assert len(told["warnings"]) == 1 and "threads" in told["warnings"][0]
-
-
-def test_compare_does_not_rank_differences_of_the_machine(record: dict, tmp_path: Path, capsys) -> None:
+    threads = record["machine"] | {"threads": record["machine"]["threads"] + 1}
     slower_copies = record["ceilings"] | {"copy_GB_per_s": record["ceilings"]["copy_GB_per_s"] / 1.08}
-    faster = dict.fromkeys(("eager", "sdpa", "timm"), 1.05)
-    for factors, fields, verdict, warning in (
-        ({"timm": 13.0}, {"resolution": 0.5, "busy": ["80%"]}, "cannot be ranked", "on a busy machine: 80%"),
-        (faster, {"ceilings": slower_copies}, "no difference", "differ by 8.0%"),
+    same, unknown = "no difference", "cannot be ranked"
+    for ms, fields, verdicts, warning in (
+        ((0.5, 0.99, 1.25), {"machine": threads}, ("faster", same, "slower"), "different threads"),
+        ((1.0, 1.0, 13.0), {"resolution": 0.5, "busy": ["80%"]}, (unknown,) * 3, "on a busy machine: 80%"),
+        ((1.05, 1.05, 1.05), {"ceilings": slower_copies}, (same,) * 3, "differ by 8.0%"),
     ):
-        told = compared(tmp_path, record, capsys, factors, **fields)
-        assert {pair["verdict"] for pair in told["pairs"]} == {verdict}
+        factors = dict(zip(("eager", "sdpa", "timm"), ms, strict=True))
+        told = compared(tmp_path, record, capsys, factors, rows=rows, **fields)
+        found = {pair["candidate"]: (pair["verdict"], round(pair["ratio"], 2)) for pair in told["pairs"]}
+        assert found == {name: (verdict, round(1 / factors[name], 2)) for name, verdict in zip(factors, verdicts)}
+        assert all(pair["interval"][0] <= pair["ratio"] <= pair["interval"][1] for pair in told["pairs"])
+        assert told["unpaired"] == ["vit_test fp32 batch 2 new: only in the second record"]
         assert any(warning in one for one in told["warnings"])
 
 

@@ -35,7 +35,6 @@ import torch
 Call = Callable[[int], object]
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise torch's profiler writes its progress to stderr
 
-CPU_CACHE_BYTES = 64 * 2**20  # larger than the last-level cache of most processors
 # Duration of the untimed calls. After a call, threads of torch spin for about 10 ms, those of ONNX Runtime for 35, and
 # would share the cores with the next call. After an idle wait, the timed call would first wake its own threads.
 SETTLE_MS = 40.0
@@ -238,13 +237,6 @@ def time_call(call: Call, device: torch.device | str, protocol: Protocol | None 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         open_queue(device).synchronize()
-
-
-def cold_copies(nbytes: int, device: torch.device | str) -> int:
-    """Returns the number of copies of an input, at least two, that are together twice as large as the cache."""
-    on_gpu = torch.device(device).type == "cuda"
-    cache = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else CPU_CACHE_BYTES
-    return max(2, math.ceil(2 * cache / max(nbytes, 1)))
 
 
 def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int:
