@@ -152,9 +152,7 @@ def make_configuration(
     widths = [m.config.seqlen * (m.config.embed_dim + m.config.hidden_dim) if m.config else 0 for m in found]
     numbers = max(2 * math.prod(model.shape) + width for model, width in zip(found, widths, strict=True))
     per_image, available = numbers * min(DTYPES[name].itemsize for name in names), memory_bytes(where)
-    if search and available is not None:
-        sizes = tuple(size for size in sizes if size * per_image <= available) or (1,)
-    elif available is not None and max(sizes) * per_image > available:
+    if not search and available is not None and max(sizes) * per_image > available:
         raise ValueError(
             f"the batch size must be at most {max(1, available // per_image):,}, got {max(sizes)}: it needs at least "
             f"{max(sizes) * per_image / 2**30:,.0f} GiB, but {where} has {available / 2**30:,.0f} GiB"

@@ -19,7 +19,7 @@ import torch
 
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate, Prepared, at_most, describe_error, is_out_of_memory
-from vit_fast.measure.clock import Call, Protocol, Samples, time_call, time_interleaved
+from vit_fast.measure.clock import Call, Protocol, Samples, time_interleaved
 from vit_fast.version import __version__, describe, gpu_query
 
 from . import preparation, records
@@ -256,6 +256,9 @@ def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[
     device = torch.device(device)
     size, nbytes = MATMUL_SIZE[device.type], COPY_BYTES[device.type]
 
+    def fastest_ms(call: Call) -> float:
+        return min(time_interleaved({"call": call}, device, CEILING_PROTOCOL)["call"])
+
     def matmul(name: str) -> float:
         left, right = (torch.randn(size, size, device=device).to(DTYPES[name]) for _ in range(2))
         calls: list[Call] = [lambda _: left @ right]
@@ -264,14 +267,12 @@ def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[
             packed = torch.ops.mkldnn._reorder_linear_weight(right)
             calls.append(lambda _: torch.ops.mkldnn._linear_pointwise(left, packed, None, "none", [], ""))
         with matmul_precision(name):
-            fastest_ms = min(min(time_call(call, device, CEILING_PROTOCOL)) for call in calls)
-        return 2 * size**3 / (fastest_ms * 1e9)
+            return 2 * size**3 / (min(map(fastest_ms, calls)) * 1e9)
 
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    timing = time_call(lambda _: target.copy_(source), device, CEILING_PROTOCOL)
     return {
-        "copy_GB_per_s": 2 * nbytes / (min(timing) * 1e6),
+        "copy_GB_per_s": 2 * nbytes / (fastest_ms(lambda _: target.copy_(source)) * 1e6),
         "copy_bytes": nbytes,
         "matmul_TFLOP_per_s": {name: matmul(name) for name in dict.fromkeys(dtypes)},
         "matmul_size": size,

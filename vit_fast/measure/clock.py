@@ -229,11 +229,6 @@ def time_interleaved(
     return samples
 
 
-def time_call(call: Call, device: torch.device | str, protocol: Protocol | None = None) -> Samples:
-    """Times one call alone; see time_interleaved."""
-    return time_interleaved({"call": call}, device, protocol)["call"]
-
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         open_queue(device).synchronize()
