@@ -158,12 +158,9 @@ def test_operators_and_blocks_are_measured(training: bool) -> None:
     names = ["eager", "sdpa", "timm", "timm+fused"]
     rows = runner.run(plan(*names, models=PARTS, batch_sizes=(3,), train=training))["rows"]
     found = {(row["model"], row["candidate"]): row for row in rows}
-    measured = {key for key, row in found.items() if row["status"] == "measured"}
-    assert measured == {
-        ("attention:20x2x16", "eager"), ("attention:20x2x16", "sdpa"), ("mlp:14x32x64", "eager"),
-        ("mlp:14x32x64", "sdpa"), *(("block:vit_test", name) for name in names),
-    }  # fmt: skip
-    assert {row["status"] for key, row in found.items() if key not in measured} == {"unsupported"}
+    for (model, name), row in found.items():
+        is_supported = model == "block:vit_test" or name in ("eager", "sdpa")
+        assert row["status"] == ("measured" if is_supported else "unsupported"), (model, name)
     row = found["mlp:14x32x64", "eager"]
     assert row["img_size"] == [14, 32] and row["peer"] and row["FLOP"] > 0 < row["bytes"]
     assert not found["block:vit_test", "sdpa"]["peer"]

@@ -91,12 +91,7 @@ def hang() -> None:
 def stale(group: Group) -> object:
     """Simulates a graph that replays stale inputs: correct at first, then the same output for every input."""
     model, outputs = build("sdpa", group), []
-
-    def call(images: torch.Tensor) -> torch.Tensor:
-        outputs.append(model(images))
-        return outputs[0] if len(outputs) == 1 else outputs[1]
-
-    return call
+    return lambda images: outputs.append(model(images)) or outputs[min(len(outputs) - 1, 1)]
 
 
 def refuse(group: Group) -> object:
@@ -108,11 +103,12 @@ def fail(group: Group | None = None) -> object:
 
 
 def test_a_failing_candidate_gets_a_row_with_the_reason_and_the_others_are_timed(add) -> None:
-    def incorrect(group: Group) -> object:
-        return build("sdpa", with_weights(group, {"head.bias": torch.zeros(10)}))
-
     bad = {
-        "incorrect": (incorrect, "incorrect", "error must be at most"),
+        "incorrect": (
+            lambda group: build("sdpa", with_weights(group, {"head.bias": torch.zeros(10)})),
+            "incorrect",
+            "error must be at most",
+        ),
         "stale": (stale, "incorrect", ""),
         "missing": (build, "not installed", "pip install a_package_that_is_not_there"),
         "refused": (refuse, "unsupported", "one reason; another reason"),
