@@ -182,7 +182,6 @@ def test_compare_tells_differences_from_noise_and_from_those_of_the_machine(reco
         ("[]", "must be a record of"),
         (None, "No such file"),
     ],
-    ids=["format", "row", "machine", "ceilings", "control", "nested", "list", "missing"],
 )
 def test_other_and_damaged_files_are_refused_in_one_line(damage: Any, message: str, tmp_path: Path, capsys) -> None:
     path, record = tmp_path / "record.json", json.loads(COMMITTED.read_bytes())

@@ -13,7 +13,7 @@ from bench_support import QUICK, build, group_of, plan, with_weights
 from torch import Tensor
 
 from vit_fast.apps.data import sample_image
-from vit_fast.benchmarks import candidates, configuration, runner
+from vit_fast.benchmarks import configuration, runner
 from vit_fast.benchmarks.candidates import CANDIDATES, make
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.models import (
@@ -30,7 +30,6 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure.candidate import Candidate, Reference, judge
 from vit_fast.variants import get_variant
 
-CPU = torch.device("cpu")
 PARTS = ("attention:20x2x16", "mlp:14x32x64", "block:vit_test")
 HALF = ("fp32", "bf16", "fp16")
 
@@ -133,10 +132,7 @@ DINO = "vit_small_patch14_reg4_dinov2"
         ("torchvision", DINO, "fp32", ["reg_tokens must be 0", "no_embed_class", "init_values"]),
     ],
 )
-def test_unsupported_models_are_refused_with_all_reasons(name, word, dtype, reasons, monkeypatch) -> None:
-    monkeypatch.setattr(candidates, "_exported", None)
-    monkeypatch.setattr("vit_fast.measure.build.changed_copy", None)
-    monkeypatch.setattr("vit_fast.benchmarks.models.weights_of", lambda model, dtype: {} if model.config else None)
+def test_unsupported_models_are_refused_with_all_reasons(name, word, dtype, reasons) -> None:
     (model,) = resolve(word)((64, 64) if word.startswith("timm") else None)
     with pytest.raises(UnsupportedInputError) as refusal:
         make(CANDIDATES[name], Group(model, dtype, 1))
@@ -145,7 +141,7 @@ def test_unsupported_models_are_refused_with_all_reasons(name, word, dtype, reas
 
 def test_batches_are_different_images_in_memory_of_their_own() -> None:
     views = image_views([sample_image()], make_group()[0].model, 6)
-    batches = rotating_batches(views.repeat(1, 1, 16, 16), 3, torch.float32, CPU)
+    batches = rotating_batches(views.repeat(1, 1, 16, 16), 3, torch.float32, torch.device("cpu"))
     assert len({batch.data_ptr() for batch in batches}) == len(batches) >= 2
     assert not torch.equal(batches[0], batches[1])
     assert len({image.numpy().tobytes() for image in batches[0]}) == 3

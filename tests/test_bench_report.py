@@ -44,7 +44,7 @@ def tables_of(page: str) -> list[list[list[str]]]:
     return [[["".join(cell.itertext()) for cell in row] for row in tree.iter("tr")] for tree in trees]
 
 
-def test_the_page_contains_rows_machine_and_command_and_loads_nothing(record, tmp_path):
+def test_the_page_contains_rows_machine_and_command_loads_nothing_and_escapes_names(record, tmp_path):
     page = report.render({"run": record})
     for made, cells in zip(report.tables(record), tables_of(page), strict=True):
         assert cells == [list(made.titles), *map(list, made.rows)] and len(cells) > 5
@@ -53,9 +53,6 @@ def test_the_page_contains_rows_machine_and_command_and_loads_nothing(record, tm
     assert "default-src 'none'" in page
     assert run("report", str(COMMITTED), "--out", str(tmp_path / "page.html")) == 0
     assert "images/s" in (tmp_path / "page.html").read_text()
-
-
-def test_names_in_a_record_are_escaped(record):
     hostile = '</script><script>alert("x")</script><b>'
     record["rows"][0]["candidate"] = record["machine"]["device"] = hostile
     record["rows"][1].update(status="failed", reason=hostile)

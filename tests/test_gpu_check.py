@@ -25,7 +25,6 @@ BENCH = {"models": ["mlp:5x16x32"], "candidates": ["eager"], "batch_sizes": [2],
         ("import os; os.abort()", "failed: exit status -6; see log.txt"),
         ("import time; time.sleep(900)", "failed: timed out after 1 s; see log.txt"),
     ],
-    ids=["works", "aborts", "hangs"],
 )
 def test_outcome_of_a_job(script: str, outcome: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(Job, "command", lambda *_: [sys.executable, "-c", script])

@@ -81,9 +81,8 @@ def reasons(found: Found) -> dict[str, str]:
 def random_field(seed: int) -> list[Simulated]:
     """Candidates, some of which would be fastest but fail; those that hang come last, like those that take long."""
     generator = random.Random(seed)
-    draw = generator.uniform
+    draw, changes = generator.uniform, generator.randrange
     count = generator.randrange(4, 9)
-    changes = generator.randrange
     field = [Simulated(f"c{i}", draw(40, 160), changes(1, 6), draw(0.2, 6), slower=draw(0.5, 2)) for i in range(count)]
     troubles = zip(generator.sample(range(count), 3), ("incorrect", "memory", generator.choice(["hangs", None])))
     for place, trouble in troubles:
