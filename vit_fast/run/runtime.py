@@ -6,13 +6,13 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import check_batch_sizes, check_type
+from ..errors import check_batch_sizes, check_choice, check_type
 from ..fusion.fuse import frozen_of
 from ..libraries.known import IMAGE_MODELS
 from ..ops.backends import compile_launches, interpreter_is_active, triton_unavailable_reasons
@@ -38,9 +38,10 @@ def compile(
     Returns:
         The compiled model, with the attributes and state_dict that torch.compile gives it.
     Raises:
-        RuntimeError: the mode is unknown.
+        ValueError: the mode is unknown.
     """
     check_type("model", model, nn.Module)
+    check_choice("mode", mode, get_args(CompileMode))
     compiled: Any = torch.compile(model, mode=mode, fullgraph=fullgraph, dynamic=None if dynamic_batch else False)
     if dynamic_batch:
         compiled.register_forward_pre_hook(_mark_batch_dynamic, with_kwargs=True)
