@@ -149,7 +149,7 @@ def test_cifar_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     fake = type("Fake", (list,), {"classes": ["cat", "dog"]})
     monkeypatch.setattr(datasets, "CIFAR10", lambda root, train: fake([root == tmp_path, train]))
     folder.mkdir()
-    for path in (tmp_path, folder):
+    for path in (tmp_path, str(folder)):
         assert open_data(path) == ([True, True], [True, False], ("cat", "dog"), True)
 
 

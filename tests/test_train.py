@@ -157,7 +157,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def test_a_run_learns_and_saves_the_class_names(folder: Path, out: Path) -> None:
-    rows = train(_model(), open_data(folder, folder), out, _settings(epochs=6, augment=False))
+    rows = train(_model(), open_data(str(folder), str(folder)), out, _settings(epochs=6, augment=False))
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"] and rows[-1]["accuracy"] == 1.0
     assert [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()] == rows
     saved = load(out / "model.safetensors")

@@ -167,12 +167,12 @@ def per_channel(values: Sequence[float], in_chans: int) -> tuple[float, ...]:
 class ImageFolder:
     """Labeled images of a folder with one subfolder per class; classes are in alphabetical order."""
 
-    def __init__(self, folder: Path) -> None:
-        names = sorted(p.name for p in folder.iterdir() if p.is_dir())
+    def __init__(self, folder: str | Path) -> None:
+        names = sorted(p.name for p in Path(folder).iterdir() if p.is_dir())
         if len(names) < 2:
             raise ImageError(f"{folder}: must be a folder with one subfolder per class, for at least two classes")
         self.class_names = tuple(names)
-        self.files = [(file, label) for label, name in enumerate(names) for file in find_images([folder / name])]
+        self.files = [(file, label) for label, name in enumerate(names) for file in find_images([Path(folder, name)])]
 
     def __len__(self) -> int:
         return len(self.files)

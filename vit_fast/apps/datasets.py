@@ -39,7 +39,7 @@ class TrainingData(NamedTuple):
     mirrored: bool = True  # a flipped image belongs to the same class, which is not true for digits
 
 
-def open_data(path: Path | None = None, validation: Path | None = None) -> TrainingData:
+def open_data(path: str | Path | None = None, validation: str | Path | None = None) -> TrainingData:
     """Opens training data.
 
     Args:
@@ -52,7 +52,7 @@ def open_data(path: Path | None = None, validation: Path | None = None) -> Train
         OSError: path cannot be read.
         ValueError: validation is given for data with a test set, or has other classes.
     """
-    roots = [] if path is None else [path, path.parent]
+    roots = [] if path is None else [Path(path), Path(path).parent]
     found = [
         (name, root)
         for name, folder in _OF_TORCHVISION.items()
