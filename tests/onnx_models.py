@@ -3,57 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import onnx
 import torch
 import torchlib_once  # noqa: F401  # halves the time of every export
+from fused_models import SUBJECTS, transformers_subject
 from torch import nn
 
 import vit_fast
 
-SIZE = 32
 NAMES = [f"thing {i}" for i in range(10)]
-SHAPE: dict[str, Any] = {
-    "depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 10, "img_size": SIZE, "patch_size": 8,
-}  # fmt: skip
-HF = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "image_size": SIZE,
-    "patch_size": 8,
-}  # fmt: skip
 
 
 def own_vit(**fields: Any) -> nn.Module:
-    return vit_fast.create_model("vit_test", backend="eager", **(SHAPE | fields))
+    shape: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 10, "patch_size": 8}
+    return vit_fast.create_model("vit_test", backend="eager", **(shape | fields))
 
 
-def timm_vit(**fields: Any) -> nn.Module:
-    from timm.models.vision_transformer import VisionTransformer
-
-    return VisionTransformer(**(SHAPE | fields))
-
-
-def of_transformers(config: str, model: str, **fields: Any) -> nn.Module:
-    import transformers
-
-    built: nn.Module = getattr(transformers, model)(getattr(transformers, f"{config}Config")(**HF, **fields))
-    return built
-
-
-LABELS = {"id2label": dict(enumerate(NAMES)), "label2id": {name: i for i, name in enumerate(NAMES)}}
-transformers_vit = partial(of_transformers, "ViT", "ViTForImageClassification", **LABELS)
-transformers_siglip2 = partial(of_transformers, "Siglip2Vision", "Siglip2VisionModel", num_patches=16)
-
-
-def torchvision_vit() -> nn.Module:
-    from torchvision.models import VisionTransformer
-
-    shape = {"image_size": SIZE, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
-    return VisionTransformer(**shape, num_classes=10)
-
-
+LIBRARIES = (
+    "timm-vit", "timm-siglip", "transformers-vit", "transformers-dinov2", "transformers-clip", "transformers-siglip",
+    "torchvision-vit",
+)  # fmt: skip
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "vit": own_vit,
     "vit_avg_pool": lambda: own_vit(global_pool="avg"),
@@ -63,14 +35,8 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "siglip": lambda: own_vit(class_token=False, global_pool="map", act_layer="gelu_tanh"),
     "hybrid": lambda: own_vit(stem_channels=(8,), patch_size=4),
     "sincos": lambda: own_vit(pos_embed="sincos2d"),
-    "timm": timm_vit,
-    "timm_siglip": lambda: timm_vit(class_token=False, global_pool="map"),
-    "transformers_vit": transformers_vit,
-    "transformers_two_heads": lambda: of_transformers("DeiT", "DeiTForImageClassificationWithTeacher", num_labels=10),
-    "transformers_dinov2": lambda: of_transformers("Dinov2", "Dinov2Model"),
-    "transformers_clip": lambda: of_transformers("CLIPVision", "CLIPVisionModel"),
-    "transformers_siglip": lambda: of_transformers("SiglipVision", "SiglipVisionModel"),
-    "torchvision": torchvision_vit,
+    "transformers-two-heads": transformers_subject("DeiTForImageClassificationWithTeacher").make,
+    **{name: SUBJECTS[name].make for name in LIBRARIES},
 }
 
 

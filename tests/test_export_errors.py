@@ -11,8 +11,8 @@ import pytest
 import timm
 import torch
 from command_line import run
-from fused_models import timm_subject
-from onnx_models import NAMES, make, own_vit, randomized, timm_vit, torchvision_vit, transformers_siglip2
+from fused_models import SUBJECTS, torchvision_vit
+from onnx_models import NAMES, make, own_vit, randomized
 from torch import nn
 
 import vit_fast
@@ -63,7 +63,7 @@ def test_invalid_arguments_raise_before_any_work(
 
 
 def with_act(forward: Any) -> nn.Module:
-    model: Any = timm_vit()
+    model: Any = make("timm-vit")
     model.blocks[1].mlp.act = nn.Module()
     model.blocks[1].mlp.act.forward = forward
     return model
@@ -74,12 +74,12 @@ def with_act(forward: Any) -> nn.Module:
     [
         (lambda: nn.Linear(3, 3), {}, "model must be a ViT"),
         (lambda: own_vit().to("meta"), {}, "meta device"),
-        (transformers_siglip2, {}, r"Siglip2VisionModel(.|\n)*pixel_attention_mask"),
+        (SUBJECTS["transformers-siglip2"].make, {}, r"Siglip2VisionModel(.|\n)*pixel_attention_mask"),
         (lambda: own_vit(num_classes=0), {"output": "probabilities"}, "no classification head"),
         (torchvision_vit, {"dynamic_size": True}, "one image size only"),
         (torchvision_vit, {"preprocess": True}, "data_config must be given"),
         (
-            lambda: timm_subject("vit_small_patch16_rope_mixed_ape_224").build().eval(), {"dynamic_size": True},
+            lambda: SUBJECTS["timm-rope-mixed"].make().eval(), {"dynamic_size": True},
             r"\(RotaryEmbeddingMixed\) are computed for one size only",
         ),
         (lambda: timm.create_model("swin_tiny_patch4_window7_224"), {}, "export of .*SwinTransformer"),

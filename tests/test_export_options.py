@@ -47,7 +47,7 @@ def test_dynamic_size_and_batch(tmp_path: Path) -> None:
 
 
 DYNAMIC: dict[str, Any] = {
-    **{name: functools.partial(make, name) for name in ("dinov2_registers", "sincos", "timm", "transformers_vit")},
+    **{name: functools.partial(make, name) for name in ("dinov2_registers", "sincos", "timm-vit", "transformers-vit")},
     "eva02": functools.partial(vit_fast.create_model, "eva02_tiny_patch14_224", depth=2, img_size=28),
     "transformers-dinov3": SUBJECTS["transformers-dinov3"].build,
 }
@@ -88,7 +88,7 @@ def test_preprocessing_matches_pillow_to_one_gray_level(interpolation: Any, crop
 def test_a_model_that_contains_its_normalization(tmp_path: Path) -> None:
     """With fuse(normalize=...), the model takes bytes. Its file matches that of the original model."""
     data, pixels = CENTER.to_dict(), np.asarray(read_image(sample_image()))[None]
-    model = make("timm")
+    model = make("timm-vit")
     export_onnx(model, tmp_path / "plain.onnx", preprocess=True, data_config=data)
     vit_fast.fuse(model, backend="sdpa", normalize=(CENTER.mean, CENTER.std))
     export_onnx(model, tmp_path / "bytes.onnx", preprocess=True, data_config=data)
@@ -108,7 +108,7 @@ def test_calibration_is_spread_over_all_files(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_features(tmp_path: Path) -> None:
-    model: Any = make("transformers_vit")
+    model: Any = make("transformers-vit")
     report = export_onnx(model, tmp_path / "m.onnx", output="features", dynamic_batch=False)
     assert report.output == "features" and report.top1_agreement is None
     images = torch.randn(1, 3, 32, 32)

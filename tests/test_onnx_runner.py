@@ -11,7 +11,8 @@ import onnx
 import pytest
 import torch
 from command_line import run
-from onnx_models import NAMES, transformers_vit
+from fused_models import transformers_subject
+from onnx_models import NAMES
 
 from vit_fast.apps.data import make_transform, read_image, sample_image
 from vit_fast.config import DataConfig
@@ -122,7 +123,7 @@ def test_fp32_is_not_rounded_to_tf32(exported: Any, monkeypatch: pytest.MonkeyPa
 
 def test_a_file_of_another_exporter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file has no metadata, and all its dimensions are dynamic, as optimum writes it."""
-    model: Any = transformers_vit().eval()
+    model: Any = transformers_subject("ViTForImageClassification", num_labels=10).make().eval()
     path = tmp_path / "o.onnx"
     torch.onnx.export(
         model, (torch.randn(2, 3, 32, 32),), path, dynamo=True, input_names=["pixel_values"],
