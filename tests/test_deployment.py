@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ import torch
 from digits import DATA_CONFIG, digits, digits_vit, inputs
 from onnx_models import Exports, with_metadata
 from PIL import Image
-from triton_server import answer, module_at, read_config, schema
+from triton_server import answer, read_config, schema
 
 import vit_fast
 from vit_fast.apps.data import sample_image
@@ -42,18 +43,18 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Exports:
 @pytest.mark.slow
 def test_a_client_over_http(file: Exports, tmp_path: Path, monkeypatch: Any) -> None:
     """Runs the example against a stand-in that reads the configuration like the server."""
-    client = module_at(EXAMPLES / "triton_client.py")
+    ask = runpy.run_path(str(EXAMPLES / "triton_client.py"))["ask"]
     for name in ("pixels", "half"):
         write_triton_repository(file(name), tmp_path, name=name, device="cpu")
-    monkeypatch.setattr(client.urllib.request, "urlopen", functools.partial(answer, tmp_path))
+    monkeypatch.setattr("urllib.request.urlopen", functools.partial(answer, tmp_path))
     with torch.inference_mode():
         shares = digits_vit()(inputs()[:5]).softmax(-1)
     for image, label, expected in zip(*digits(), shares):
-        best = client.ask("http://localhost:8000", "pixels", np.asarray(image)[..., None], top=3)
+        best = ask("http://localhost:8000", "pixels", np.asarray(image)[..., None], top=3)
         assert [int(name) for name, _ in best] == expected.topk(3).indices.tolist() and label == int(best[0][0])
         np.testing.assert_allclose([value for _, value in best], expected.topk(3).values, atol=1e-3)
     with pytest.raises(ValueError, match="half must take UINT8, got FP32"):
-        client.ask("http://localhost:8000", "half", np.zeros((8, 8, 1), np.uint8), top=1)
+        ask("http://localhost:8000", "half", np.zeros((8, 8, 1), np.uint8), top=1)
 
 
 @pytest.mark.slow

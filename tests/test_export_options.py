@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import onnx
 import pytest
 import torch
 from fused_models import SUBJECTS
-from onnx_models import NAMES, make
+from onnx_models import FAMILIES, NAMES, make
 from PIL import Image
 
 import vit_fast
@@ -46,27 +45,31 @@ def test_dynamic_size_and_batch(tmp_path: Path) -> None:
         np.testing.assert_allclose(runner(images.numpy()), expected, rtol=0, atol=atol)
 
 
-DYNAMIC: dict[str, Any] = {
-    **{name: functools.partial(make, name) for name in ("dinov2_registers", "sincos", "timm-vit", "transformers-vit")},
-    "eva02": functools.partial(vit_fast.create_model, "eva02_tiny_patch14_224", depth=2, img_size=28),
-    "transformers-dinov3": SUBJECTS["transformers-dinov3"].build,
-}
+SIZES: dict[str, Any] = {"dynamic_size": True, "target": "ort-cpu"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DYNAMIC)
-def test_dynamic_size_of_every_kind_of_positions(name: str, tmp_path: Path) -> None:
-    model = DYNAMIC[name]().eval()
+@pytest.mark.fast_cases("vit_pe_lang_gigantic_patch14_448-options8")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, SIZES) for name in ("dinov2_registers", "sincos", "timm-vit", "transformers-vit")),
+        *((name, SIZES) for name in ("transformers-dinov3", "eva02_tiny_patch14_224")),
+        ("transformers-vit", {"output": "features", "dynamic_batch": False}),
+        ("eva02_base_patch16_clip_224", {"target": "ort-cpu"}),
+        ("vit_pe_lang_gigantic_patch14_448", {"target": "ort-cpu"}),
+    ],
+)
+def test_positions_of_every_kind_and_features(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    if name in FAMILIES:
+        model = make(name)
+    elif name in SUBJECTS:
+        model = SUBJECTS[name].build().eval()
+    else:
+        size = 3 * vit_fast.variants.get_variant(name).config.patch_hw[0]
+        model = vit_fast.create_model(name, depth=1, embed_dim=64, num_heads=2, img_size=size)
     vit_fast.fuse(model, backend="sdpa")
-    assert export_onnx(model, tmp_path / "m.onnx", dynamic_size=True, target="ort-cpu").verified
-
-
-@pytest.mark.fast_cases("vit_pe_lang_gigantic_patch14_448")
-@pytest.mark.parametrize("name", ["eva02_base_patch16_clip_224", "vit_pe_lang_gigantic_patch14_448"])
-def test_rotary_embeddings_and_inner_norms(name: str, tmp_path: Path) -> None:
-    size = 3 * vit_fast.variants.get_variant(name).config.patch_hw[0]
-    model = vit_fast.create_model(name, depth=1, embed_dim=64, num_heads=2, img_size=size)
-    assert export_onnx(model, tmp_path / "m.onnx", target="ort-cpu").verified
+    report = export_onnx(model, tmp_path / "m.onnx", **options)
+    assert report.verified and report.output == options.get("output", report.output)
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
@@ -106,15 +109,12 @@ def test_calibration_is_spread_over_all_files(tmp_path: Path) -> None:
         assert levels == list(range(0, 90, 90 // count))
 
 
-@pytest.mark.slow
-def test_features(tmp_path: Path) -> None:
+def test_features_of_transformers_are_the_class_token() -> None:
     model: Any = make("transformers-vit")
-    report = export_onnx(model, tmp_path / "m.onnx", output="features", dynamic_batch=False)
-    assert report.output == "features" and report.top1_agreement is None
     images = torch.randn(1, 3, 32, 32)
     with torch.inference_mode():
         expected = model.vit(images).last_hidden_state[:, 0]
-    np.testing.assert_allclose(OnnxRunner(tmp_path / "m.onnx", "cpu")(images), expected, atol=1e-5)
+        torch.testing.assert_close(recognize(model).forward(images, "features"), expected)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
@@ -173,10 +173,3 @@ def test_bf16_needs_cuda_to_be_verified(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("vit_fast.export.graphs.capture", None)  # before any work
     with pytest.raises(UnsupportedInputError, match=r"bf16 on CUDA only, .*\n.*--no-verify"):
         export_onnx(make("vit"), tmp_path / "new" / "m.onnx", precision="bf16")
-
-
-def test_models_of_the_same_shape_keep_peer_names() -> None:
-    """ViT-B and DeiT-B need different preprocessing."""
-    for name in ("vit_base_patch16_224", "deit_base_patch16_224", "vit_test"):
-        model = vit_fast.create_model(name, device="meta").to_empty(device="cpu")
-        assert recognize(model).name == name

@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
-from torch.onnx._internal.exporter import _registration
+from torch.onnx._internal.exporter._registration import onnxscript_apis as apis
 
-
-class _Once:
-    def __init__(self, apis: Any) -> None:
-        self._apis = apis
-        self.get_torchlib_ops = functools.cache(lambda: apis.get_torchlib_ops())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._apis, name)
-
-
-if not isinstance(_registration.onnxscript_apis, _Once):
-    _registration.onnxscript_apis = _Once(_registration.onnxscript_apis)  # type: ignore[assignment]  # as it is used
+# `apis` imports onnxscript when an attribute is read; one that is set takes precedence over that of the module
+apis.get_torchlib_ops = functools.cache(lambda: apis.__getattr__("get_torchlib_ops")())

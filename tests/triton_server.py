@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,19 +15,11 @@ import onnxruntime
 from google.protobuf import text_format
 
 
-def module_at(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def schema() -> Any:
     """Returns the server's protobuf schema, without importing tritonclient, which requires gRPC."""
     spec = importlib.util.find_spec("tritonclient")
     assert spec is not None and spec.origin is not None
-    return module_at(Path(spec.origin).parent / "grpc" / "model_config_pb2.py")
+    return SimpleNamespace(**runpy.run_path(str(Path(spec.origin).parent / "grpc" / "model_config_pb2.py")))
 
 
 def read_config(folder: Path) -> Any:
