@@ -82,9 +82,7 @@ def _commit() -> str | None:
     root = Path(__file__).resolve().parent.parent
     if not ((root / ".git").exists() and (root / "pyproject.toml").exists()):  # an installed package
         return None
-    head = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
-    changes = head and _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
-    return f"{head}-dirty" if changes else head
+    return _output(["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"])
 
 
 def memory_bytes(device: torch.device) -> int | None:
