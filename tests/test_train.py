@@ -285,7 +285,7 @@ def test_command_line(folder: Path, tmp_path: Path, capsys: Any, monkeypatch: An
         assert curve.format == "PNG" and np.asarray(curve.convert("L")).std() > 5
 
 
-def test_the_tutorials_model_trains_by_its_own_recipe(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_vit_mnist_trains_with_its_own_recipe(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     assert run("train", "--model", "vit_mnist", "--epochs", "1", "--out", str(tmp_path / "out")) == 0
     captured = capsys.readouterr()
