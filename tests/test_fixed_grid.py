@@ -101,7 +101,7 @@ def test_it_is_exported(name: str, tmp_path: Path) -> None:
 
 def test_errors() -> None:
     tower = TOWERS["qwen2_vl"].build()
-    with pytest.raises(ValueError, match=r"image_hw must be multiples of 8 pixels, got \(20, 16\)"):
+    with pytest.raises(ValueError, match=r"image_hw must be multiples of \(8, 8\) pixels, got \(20, 16\)"):
         vit_fast.FixedGrid(tower, (20, 16))
     for shape in ((1, 3, 16, 16), (3, 1, *IMAGE), (3, *IMAGE)):
         given = re.escape(str(shape))

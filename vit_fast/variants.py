@@ -7,8 +7,8 @@ import fnmatch
 import itertools
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from .config import DataConfig, RopeConfig, ViTConfig
 from .errors import check_type
@@ -36,8 +36,7 @@ INCEPTION_FULL, IMAGENET_FULL, OPENAI_FULL = (replace(data, crop_pct=1.0) for da
 MNIST = DataConfig(mean=(0.1307,), std=(0.3081,), crop_pct=1.0)
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """Architecture and preprocessing of a named model."""
 
     config: ViTConfig

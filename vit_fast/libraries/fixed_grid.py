@@ -49,8 +49,7 @@ class FixedGrid(nn.Module):
         self.image_hw, self.patch_hw = pair("image_hw", image_hw), pair("patch_size", facts.patch_size)
         cell = tuple(side * self.merge for side in self.patch_hw)
         if any(pixels < side or pixels % side for pixels, side in zip(self.image_hw, cell)):
-            wanted = f"{cell[0]}" if cell[0] == cell[1] else f"{cell}"
-            raise ValueError(f"image_hw must be multiples of {wanted} pixels, got {image_hw!r}")
+            raise ValueError(f"image_hw must be multiples of {cell} pixels, got {image_hw!r}")
         rows, columns = (pixels // side for pixels, side in zip(self.image_hw, self.patch_hw))
         self.tokens = rows * columns
         layout: dict[str, Tensor] = {}
@@ -60,7 +59,6 @@ class FixedGrid(nn.Module):
             layout = {"resizing": resizing_weights(self.tower.embeddings, rows, columns)}
         for name, tensor in layout.items():
             self.register_buffer(name, tensor.to(next(tower.parameters()).device), persistent=False)
-        self.layout_names = list(layout)
 
     def forward(self, images: Tensor, features: bool = False) -> Tensor:
         """Maps normalized images [B, 3, height, width] to the tower's output.
@@ -76,10 +74,10 @@ class FixedGrid(nn.Module):
             cells = patchify(images, self.patch_hw).unflatten(2, (-1, self.merge)).unflatten(1, (-1, self.merge))
             cells = cells.transpose(2, 3).unsqueeze(6)  # [B, rows, columns, merge, merge, channels, 1, height, width]
             cells = cells.expand(*(-1,) * 6, self.tower.config.temporal_patch_size, -1, -1)
-            layout = {name: self._repeated(name, images.shape[0]) for name in self.layout_names}
+            layout = {name: self._repeated(name, images.shape[0]) for name in self._buffers}
             output = self.tower(cells.flatten(5).flatten(0, 4), None, **layout).pooler_output
             output = output.unflatten(0, (images.shape[0], -1))
-        elif self.layout_names:  # SigLIP 2
+        elif self._buffers:  # SigLIP 2
             patches = patchify(images, self.patch_hw).movedim(3, -1).flatten(3).flatten(1, 2)
             tokens = embed_patches(self.tower.embeddings, patches, self.get_buffer("resizing"))
             output = self.tower.post_layernorm(self.tower.encoder(inputs_embeds=tokens).last_hidden_state)

@@ -35,8 +35,7 @@ _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # e
 _WRAPPERS = ("model", "state_dict", "model_state_dict")
 _HUB_ID = re.compile(r"(?:hf-hub:|hf_hub:|hf://)?(\w[\w.-]*/\w[\w.-]*(?:@[\w./-]+)?)")
 
-Find = Callable[..., Path | None]
-"""Returns the local path of the first of the given file names that exists; None if none exists."""
+Find = Callable[..., Path | None]  # returns the local path of the first of the given file names that exists
 
 
 class WeightsError(VitFastError, ValueError):

@@ -38,7 +38,6 @@ class ImageModel:
 
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         """Prepares the model for export, with any image size if requested; `undo` restores it."""
-        return
 
     def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
         """Maps images [B, in_chans, height, width] to logits or pooled features [B, ...]."""

@@ -116,13 +116,12 @@ class PackedTower(abc.ABC):
     def options_of(self, kwargs: dict[str, Any]) -> tuple[Options, list[str]]:
         """Returns the options among keyword arguments, and a reason for each unsupported argument."""
         given = {name: value for name, value in kwargs.items() if value is not None}
-        found = {name: given[name] for name in OUTPUT_OPTIONS if name in given}
-        found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        options = ((name, given[name]) for name in OUTPUT_OPTIONS if name in given)
         reasons = [f"{name} must not be given" for name in given if name not in (*OUTPUT_OPTIONS, *IGNORED_OPTIONS)]
         if self.needs_fused and (kwargs.get("output_attentions") or self.tower.config._attn_implementation == "eager"):
             # these run the library's own attention, which does not get the lengths of the images
             reasons.append("output_attentions must not be set, and attn_implementation must not be 'eager'")
-        return tuple(found.items()), reasons
+        return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in options), reasons
 
     def settings(self) -> Options:
         """Returns the tower's settings that change its outputs unless a call overrides them."""
