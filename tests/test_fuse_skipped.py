@@ -93,13 +93,9 @@ def test_an_error_leaves_the_model_unchanged(monkeypatch: pytest.MonkeyPatch) ->
     assert [(type(module), dict(vars(module))) for module in model.modules()] == before
 
 
-def test_bad_arguments_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_cannot_run_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_timm()
     classes = classes_of(model)
-    with pytest.raises(ValueError, match="backend must be one of 'auto', 'eager', 'sdpa', 'triton', got 'fast'"):
-        vit_fast.fuse(model, backend="fast")
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):
-        vit_fast.fuse({})
     monkeypatch.setattr(fusion, "triton_unavailable_reasons", lambda device: ("triton is not installed",))
     with pytest.raises(vit_fast.UnsupportedInputError, match="triton is not installed"):
         vit_fast.fuse(model, backend="triton")
