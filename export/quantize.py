@@ -24,16 +24,7 @@ import onnx_ir as ir
 
 from vit_fast.apps.data import CALIBRATION_IMAGES, as_inputs, read_images
 from vit_fast.errors import UnsupportedInputError, VitFastError
-from vit_fast.quantization.schemes import (
-    Observation,
-    Observer,
-    Range,
-    Scheme,
-    fewest_excluded,
-    first_near_best,
-    power_of_two,
-    smoothing_scale,
-)
+from vit_fast.quantization.schemes import Observation, Observer, Range, Scheme, fewest_excluded, first_near_best
 
 from .graphs import constant_of, run_graph, save
 from .options import ExportOptions, Target
@@ -215,8 +206,7 @@ def smooth(
             continue
         largest = [np.abs(array.astype(np.float64)) for array in parameters if array is not None]
         peak = seen[name].peak if name in seen else DEVIATIONS * largest[0] + sum(largest[1:])
-        scale = smoothing_scale(peak, [weight for weight in weights if weight is not None])
-        scale = power_of_two(scale) if scheme.kind == "e4m3" else scale
+        scale = scheme.smoothing_scale(peak, [weight for weight in weights if weight is not None])
         factors = [(norm, place, 1 / scale) for place in places] + [(user.node, 1, scale[:, None]) for user in users]
         for node, place, factor in factors:
             array: Any = constant_of(node.inputs[place])

@@ -17,11 +17,11 @@ from ..errors import UnsupportedInputError, check_type, type_name
 from ..ops import reference
 from ..ops.descriptions import BlockScales, Norm
 from ..quantization.fp8 import IMAGES, EmulatedBlock, as_model_input, emulate
-from ..quantization.schemes import Observation, Observer, Scheme, first_near_best, power_of_two, smoothing_scale
+from ..quantization.schemes import Observation, Observer, Scheme, first_near_best
 from .fuse import sharing_copy
 
 BATCH = 16  # images per batch, if they are given as one tensor
-E4M3 = Scheme("e4m3", power_of_two=True)
+E4M3 = Scheme("e4m3")
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _choose(block: EmulatedBlock, linear: str, seen: Observation) -> tuple[Tenso
     smoothings = [np.ones(())]
     if norm is not None:
         folded = weight if norm.weight is None else weight * norm.weight
-        smoothings.append(power_of_two(smoothing_scale(seen.peak, [folded.T.cpu().numpy()])))
+        smoothings.append(E4M3.smoothing_scale(seen.peak, [folded.T.cpu().numpy()]))
     tried = []
     for smoothing in smoothings:
         for limits in E4M3.ranges(seen.divided(smoothing)):

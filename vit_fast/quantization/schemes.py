@@ -1,7 +1,7 @@
 """8-bit number formats, for the kernels and for ONNX files: observed ranges, scale, rounding, and their selection.
 
 int8, uint8        x ~ s (x_q - z), z = 0 for int8; weights are int8 with one scale per output channel
-e4m3               x ~ s x_q, s = max |.| / 448, one scale per tensor
+e4m3               x ~ s x_q, s = max |.| / 448 rounded up to a power of two, one scale per tensor
 
 Ranges come from calibration images: "largest" covers every element, "percentile" clips the largest ones, and "mean
 squared error" minimizes |x - Q(x)|^2. The caller selects the range with the smallest error of the matmuls that read
@@ -87,30 +87,11 @@ class Observer:
         return rows[np.union1d(furthest, chance)]
 
 
-def smoothing_scale(peak: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns s_j = sqrt(max |x_j| / max |W_j|); 1 for a channel in which x or W is zero.
-
-    `peak` is max |x_j| [C]; `weights` [C, F] read x. Because of the square root, x / s and s W do not change if a
-    factor is moved from x to W.
-    """
-    largest = np.max([np.abs(weight.astype(np.float64)).max(axis=1) for weight in weights], axis=0)
-    alive = (peak > 0) & (largest > 0)
-    scale: np.ndarray = np.ones_like(largest)
-    scale[alive] = np.sqrt(peak[alive].astype(np.float64) / largest[alive])
-    return scale
-
-
-def power_of_two(scale: np.ndarray) -> np.ndarray:
-    """Returns the nearest powers of two; dividing by them is exact."""
-    return np.exp2(np.rint(np.log2(scale)))
-
-
 @dataclass(frozen=True)
 class Scheme:
-    """An 8-bit number format; with `power_of_two`, scales are powers of two, as the kernels require."""
+    """An 8-bit number format. Scales of e4m3 are powers of two: dividing by them is exact in every floating dtype."""
 
     kind: Literal["int8", "uint8", "e4m3"]
-    power_of_two: bool = False
 
     def grid(self, limits: Range) -> tuple[float, int]:
         """Returns scale and zero point of a range."""
@@ -120,9 +101,19 @@ class Scheme:
         peak = max(-limits.low, limits.high)
         if self.kind == "int8":
             return max(peak, 1e-30) / 127, 0
-        if self.power_of_two:  # the smallest power of two that covers the range
-            return float(np.exp2(np.ceil(np.log2(peak / E4M3_MAX)))) if peak > 0 else 1.0, 0
-        return max(peak, 1e-3) / E4M3_MAX, 0  # representable in fp16
+        return float(np.exp2(np.ceil(np.log2(max(peak, 1e-3) / E4M3_MAX)))), 0  # representable in fp16
+
+    def smoothing_scale(self, peak: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns s_j = sqrt(max |x_j| / max |W_j|); 1 for a channel in which x or W is zero.
+
+        `peak` is max |x_j| [C]; `weights` [C, F] read x. Because of the square root, x / s and s W do not change if a
+        factor is moved from x to W. For e4m3, s_j is the nearest power of two.
+        """
+        largest = np.max([np.abs(weight.astype(np.float64)).max(axis=1) for weight in weights], axis=0)
+        alive = (peak > 0) & (largest > 0)
+        scale: np.ndarray = np.ones_like(largest)
+        scale[alive] = np.sqrt(peak[alive].astype(np.float64) / largest[alive])
+        return np.asarray(np.exp2(np.rint(np.log2(scale)))) if self.kind == "e4m3" else scale
 
     def rounded(self, x: np.ndarray, limits: Range) -> np.ndarray:
         """Returns x, quantized to this range and back, in fp32."""
