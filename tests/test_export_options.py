@@ -131,18 +131,6 @@ def test_probabilities_are_checked_as_strictly_as_logits(precision: Any) -> None
     assert precision != "fp16" or (passes((3 * logits).half().double()) and not passes(3.15 * logits))
 
 
-@pytest.mark.slow
-def test_external_weights_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above protobuf's limit (lowered here), weights are external by default."""
-    model = make("vit")
-    monkeypatch.setattr(graphs, "PROTOBUF_LIMIT", 10_000)
-    report = export_onnx(model, tmp_path / "big.onnx")
-    assert report.external_data == "big.onnx.data" and report.verified
-    with pytest.raises(ValueError, match="exceed protobuf's limit of 2 GB per file"):
-        export_onnx(model, tmp_path / "inside.onnx", external_data=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["big.onnx", "big.onnx.data"]
-
-
 def test_report_and_metadata(tmp_path: Path) -> None:
     """Export does not modify the model."""
     model: Any = make("vit").half().train()
