@@ -333,5 +333,5 @@ def test_a_result_can_only_be_called(choice: Candidate, model, images) -> None:
     if choice == Candidate():
         assert torch.equal(pickle.loads(pickle.dumps(result))(images), result(images))
         return
-    with pytest.raises(UnsupportedInputError, match=r"cannot be pickled: call result\.save"):
+    with pytest.raises(UnsupportedInputError, match=r"cannot be pickled: use result\.save"):
         pickle.dumps(result)
