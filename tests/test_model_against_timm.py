@@ -98,6 +98,12 @@ def test_distilled_model_gives_timms_outputs() -> None:
     own = vit_fast.create_model("deit_tiny_distilled_patch16_224", img_size=64, depth=2)
     own.load_state_dict(peer.state_dict())
     assert_same_outputs(own, peer)
+    images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    for model in (own, peer):
+        model.set_distilled_training(True)
+        model.double().train()
+    for mine, other in zip(own(images), peer(images), strict=True):
+        assert (mine - other).abs().max() < 1e-10
 
 
 def test_hybrid_is_a_plain_model_on_the_feature_map() -> None:

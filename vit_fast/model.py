@@ -113,7 +113,7 @@ class VisionTransformer(nn.Module):
         self.class_names = None if class_names is None else tuple(class_names)
         self.num_classes, self.num_prefix_tokens = config.num_classes, config.num_prefix_tokens
         self.embed_dim = self.num_features = C = config.embed_dim
-        self.grad_checkpointing = False
+        self.distilled_training = self.grad_checkpointing = False
 
         self.patch_embed = PatchEmbed(config)
         self.cls_token = nn.Parameter(torch.empty(1, 1, C)) if config.class_token else None
@@ -133,10 +133,10 @@ class VisionTransformer(nn.Module):
         self.head_dist = _head(config) if config.distilled else None
         self.init_weights()
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Maps images [B, in_chans, height, width] to logits [B, num_classes], or to features [B, C] without a head.
 
-        With global_pool="", it returns logits per token.
+        With global_pool="", it returns logits per token. In distilled training, it returns the logits of both heads.
         """
         return self.forward_head(self.forward_features(images))
 
@@ -191,7 +191,7 @@ class VisionTransformer(nn.Module):
             return patches.mean(dim=1)
         return tokens[:, 0] if self.config.global_pool == "token" else tokens
 
-    def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
+    def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Pools tokens [B, N, C] and applies the head (equation 4); pre_logits returns the input of the head.
 
         With DeiT's distillation token, it returns the mean of the two tokens' outputs.
@@ -202,6 +202,8 @@ class VisionTransformer(nn.Module):
         x, x_dist = (self.head_drop(self.fc_norm(tokens[:, i])) for i in range(2))
         if not pre_logits:
             x, x_dist = self.head(x), self.head_dist(x_dist)
+            if self.training and self.distilled_training:
+                return x, x_dist
         return (x + x_dist) / 2
 
     def attention_maps(self, images: Tensor, blocks: Iterable[int] | None = None) -> dict[int, Tensor]:
@@ -227,6 +229,10 @@ class VisionTransformer(nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Enables or disables activation checkpointing: training recomputes each block in the backward pass."""
         self.grad_checkpointing = enable
+
+    def set_distilled_training(self, enable: bool = True) -> None:
+        """Makes forward in training mode return the logits of both heads (DeiT) instead of their mean."""
+        self.distilled_training = enable
 
     def no_weight_decay(self) -> set[str]:
         """Returns the names of the parameters that timm's optimizer factory excludes from weight decay."""

@@ -88,6 +88,7 @@ def rows(
     for paths, images, errors in batches_of(DataLoader(dataset, BATCH_SIZE, num_workers=workers, collate_fn=read)):
         tokens = model.forward_features(images.to(parameter.device, parameter.dtype))
         logits, embeddings = (model.forward_head(tokens, pre_logits=pre_logits) for pre_logits in (False, True))
+        assert isinstance(logits, Tensor) and isinstance(embeddings, Tensor)  # in evaluation mode
         for file, error, row, embedding in zip(paths, errors, logits.double().cpu(), embeddings.float().cpu()):
             if error:
                 yield {"path": str(file), "error": error}
