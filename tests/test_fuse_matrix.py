@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,17 @@ def test_export_without_kernels_and_with_a_dynamic_batch(library: str, backend: 
     more = {name: torch.randn(5, 3, IMAGE, IMAGE, device=inputs[name].device)}
     found = subject.output(program.module()(**more))
     torch.testing.assert_close(found, subject.run(model, more), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("trace", [torch.fx.symbolic_trace, torch.jit.script])
+@pytest.mark.parametrize("library", ["timm-vit", "torchvision-vit"])
+def test_torch_fx_and_torchscript_get_the_original_forward(library: str, trace: Callable[..., nn.Module]) -> None:
+    _, model, inputs, expected = fused(library)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        traced = trace(model)
+    with torch.no_grad():
+        torch.testing.assert_close(traced(*inputs.values()), expected, rtol=2e-5, atol=2e-5)
 
 
 COMPILED: dict[str, Callable[[Any], object]] = {

@@ -279,7 +279,7 @@ def test_half_precision_is_as_accurate_as_normalizing_first(dtype: torch.dtype) 
 
 
 @pytest.mark.slow
-def test_compile_copies_and_another_fuse() -> None:
+def test_tracers_copies_and_another_fuse() -> None:
     model = SUBJECTS["timm-vit"].build().eval()
     _, pixels = bytes_for(SUBJECTS["timm-vit"])
     vit_fast.fuse(model, normalize=(MEAN, STD))
@@ -291,8 +291,10 @@ def test_compile_copies_and_another_fuse() -> None:
         vit_fast.fuse(model)  # without normalize, the folded normalization stays
         loaded = pickle.loads(pickle.dumps(model))
         compiled = torch.compile(loaded, backend="aot_eager", fullgraph=True)
-        for each in (model, loaded, compiled):
+        for each in (model, loaded, compiled, torch.fx.symbolic_trace(model)):
             torch.testing.assert_close(each(pixels), expected)
+    with pytest.raises(Exception, match="annotation"), pytest.warns(DeprecationWarning):
+        torch.jit.script(model)  # would lose the normalization
 
 
 @pytest.mark.parametrize(

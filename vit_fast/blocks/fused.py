@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from ..ops.attention import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..ops.backends import resolve_backend
@@ -21,6 +24,8 @@ from .block import parts_of, run_as_block, run_blocks, run_mlp, runs_whole
 from .fp8_scales import PLACE, prepare_to_load
 from .parts import AttentionParts, BlockParts, MlpParts
 from .reading import Reader, read_block
+
+_LEAVES = ("torch.nn.", "torch.ao.nn.")  # torch.fx never traces into modules whose class is in these packages
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class FusedModule(nn.Module):
     original: ClassVar[type[nn.Module]]  # the class that is replaced
     original_forward: ClassVar[Callable[..., Any]]
     kind: ClassVar[str]  # the part that the operators compute, for the report
+    equivalent: ClassVar[bool] = True  # computes the same as the original
     host_reads: ClassVar[str] = ""  # values that forward reads on the host, which a CUDA graph would not repeat
     passes_for_original: ClassVar[bool] = False  # takes the original's module and name, which the library looks up
     vit_fast_request: str = "auto"  # the requested backend
@@ -52,7 +58,7 @@ class FusedModule(nn.Module):
         original: Any = cls.__bases__[-1]
         is_form = not hasattr(cls, "original") and not issubclass(original, FusedModule) and original is not nn.Module
         if is_form:
-            _run_original_if_unfused(cls, original)  # before transformers wraps forward for gradient checkpointing
+            _show_original(cls, original)  # before transformers wraps forward for gradient checkpointing
         super().__init_subclass__(**kwargs)
         if is_form:
             cls.original, cls.original_forward = original, original.forward
@@ -116,22 +122,40 @@ class FusedModule(nn.Module):
         return type(self).__qualname__
 
 
-def _run_original_if_unfused(cls: type[Any], original: type[nn.Module]) -> None:
-    """Wraps a fused forward, so that a bound method that was stored before `unfuse` then runs the original forward.
+def _show_original(cls: type[Any], original: type[nn.Module]) -> None:
+    """Wraps a fused forward, so that torch.fx (Proxies), torch.jit.script (source) and `unfuse` get the original one.
 
-    It also runs a forward that a user sets on `original`, and the original one if that is as fast.
+    If the classes are not equivalent, torch.fx treats the module as a leaf, and torch.jit.script fails. A bound method
+    that was stored before `unfuse` runs the original forward, also one that a user sets on `original`.
     """
     fused_forward, original_forward = cls.forward, original.forward
+    leaf = original.__module__.startswith(_LEAVES) and not issubclass(original, nn.Sequential)
+    proxies, stays_whole = Proxy, leaf or not cls.equivalent
 
-    @functools.wraps(fused_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, cls) or original.forward is not original_forward:
             return original.forward(self, *args, **kwargs)
-        idle = self.vit_fast_backend == "sdpa" and self.is_idle()
-        run: Any = original_forward if idle else fused_forward
-        return run(self, *args, **kwargs)
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, proxies):
+                break
+        else:
+            idle = self.vit_fast_backend == "sdpa" and self.is_idle()
+            run: Any = original_forward if idle else fused_forward
+            return run(self, *args, **kwargs)
+        tracer: Any = argument.tracer
+        if stays_whole and self is not tracer.root:
+            # torch.fx does not treat this class as a leaf: record a call of the module, which stays fused
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
+        return original_forward(self, *args, **kwargs)
 
-    cls.forward = forward
+    if not cls.equivalent or original.__module__.startswith("transformers."):  # not supported by torch.jit.script
+        cls.forward = functools.update_wrapper(forward, fused_forward)
+        return
+    # torch.jit.script unwraps to the original's source, and resolves names of that source in the globals of `shown`
+    shown = FunctionType(forward.__code__, original_forward.__globals__, "forward", None, forward.__closure__)
+    cls.forward = functools.update_wrapper(shown, original_forward)
+    # torch.jit.script reads attribute types from the first class that has annotations: nn.Module at the latest
+    cls.__annotations__ = dict(next(filter(None, map(inspect.get_annotations, original.__mro__))))
 
 
 def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:

@@ -25,6 +25,7 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
     """Convolution of a patch embedding for images in 0..255, uint8 or any floating dtype."""
 
     kind = "normalization"
+    equivalent = False
     vit_fast_mean: tuple[float, ...]
     vit_fast_std: tuple[float, ...]
 
