@@ -89,7 +89,7 @@ class Observer:
 
 @dataclass(frozen=True)
 class Scheme:
-    """An 8-bit number format. Scales of e4m3 are powers of two: dividing by them is exact in every floating dtype."""
+    """An 8-bit number format. Scales of e4m3 are powers of two, which fp16 and bf16 represent exactly."""
 
     kind: Literal["int8", "uint8", "e4m3"]
 
