@@ -133,7 +133,13 @@ def test_a_model_in_fp8_is_copied_pickled_saved_and_loaded(tmp_path: Path) -> No
         "vit_tiny_patch16_224", weights=path, precision="fp8", device=DEVICE, dtype=torch.bfloat16,
         img_size=32, depth=2, embed_dim=64, num_heads=2,
     )  # fmt: skip
-    for each in (loaded, made, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    other, _ = in_bf16("vit-fast")
+    other.blocks[0].norm1.weight.mul_(20)
+    vit_fast.calibrate(other, x)
+    fuse(other, precision="fp8")
+    assert not torch.equal(other(x), expected)
+    vit_fast.load_weights(other, path)  # also replaces the scales and what the block cached
+    for each in (loaded, made, other, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(each(x), expected)
 
 
