@@ -42,10 +42,9 @@ def recognize(model: nn.Module) -> ImageModel | None:
 class OurModel(ImageModel):
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         model: Any = self.model
-        if model.config.dynamic_img_size != dynamic_size:
-            config = model.config.replace(dynamic_img_size=dynamic_size)
-            switch(undo, model, "config", config)
-            switch(undo, model.patch_embed, "config", config)
+        config = model.config.replace(dynamic_img_size=dynamic_size)
+        switch(undo, model, "config", config)
+        switch(undo, model.patch_embed, "config", config)
 
 
 class AttentionMixin(AttentionLayer):
@@ -58,10 +57,7 @@ class AttentionMixin(AttentionLayer):
         return self.project_out(self.mix(qkv, None, self.rope_of(*rope)), x)
 
     def rope_of(self, *rope: Tensor) -> Rope | None:
-        if not rope:
-            return None
-        cos, sin = rope
-        return Rope(cos, sin, self.num_prefix_tokens, self.rope_layout)
+        return Rope(rope[0], rope[1], self.num_prefix_tokens, self.rope_layout) if rope else None
 
 
 class BlockMixin(FusedNormMlp):

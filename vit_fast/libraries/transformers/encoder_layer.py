@@ -34,12 +34,9 @@ AFTER = ("dropout", "lambda_1", "layer_scale1", "drop_path")
 MLP_DROPOUTS = ("dropout", "output.dropout", "mlp.dropout1", "mlp.dropout2")
 # fc1, activation and fc2 of an MLP, which may also have a gate_proj
 LINEARS = (
-    ("fc1", "activation_fn", "fc2"),
-    ("fc1", "activation", "fc2"),
-    ("fc1", "act", "fc2"),
-    ("linear_fc1", "act_fn", "linear_fc2"),
-    ("up_proj", "act_fn", "down_proj"),
-)
+    ("fc1", "activation_fn", "fc2"), ("fc1", "activation", "fc2"), ("fc1", "act", "fc2"),
+    ("linear_fc1", "act_fn", "linear_fc2"), ("up_proj", "act_fn", "down_proj"),
+)  # fmt: skip
 SPLIT_MLP = ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense")  # transformers 4
 
 
@@ -111,9 +108,9 @@ class FusedLayer(FusedNormMlp):
             return None
         if block.at("layer_scale2") is not None:
             inside += ("layer_scale2",)
-        gate = f"{mlp}.gate_proj"
+        gated = block.at(f"{mlp}.gate_proj") is not None
         return block.mlp(
-            _first(block, MLP_NORMS), *paths, gate=None if block.at(gate) is None else gate,
+            _first(block, MLP_NORMS), *paths, gate=f"{mlp}.gate_proj" if gated else None,
             inside=dict.fromkeys(inside, container_classes_beside(cls.original)),
             dropouts=[name for name in MLP_DROPOUTS if block.at(name) is not None], empty=(f"{mlp}.experts",),
             layer_scale=_first(block, ("layer_scale2.lambda1", "lambda_2")), drop_path="drop_path",

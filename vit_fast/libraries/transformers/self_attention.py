@@ -31,9 +31,7 @@ OUTPUT_DROPOUT = "projection_dropout"
 DROPOUT_RATES = ("attention_dropout", "dropout_prob", "dropout")  # the first existing one applies
 # Linear layers of q, k, v and the output; None if another module projects the output
 PROJECTIONS = (
-    ("q_proj", "k_proj", "v_proj", "o_proj"),
-    ("q_proj", "k_proj", "v_proj", "out_proj"),
-    ("q_proj", "k_proj", "v_proj", "projection_layer"),
+    *(("q_proj", "k_proj", "v_proj", out) for out in ("o_proj", "out_proj", "projection_layer")),
     ("query", "key", "value", None),
 )
 
