@@ -108,24 +108,27 @@ COMPILED: dict[str, Callable[[Any], object]] = {
     "heads": lambda block: setattr(block.attn, "num_heads", 1),
     "layer": lambda block: setattr(block.mlp, "fc2", nn.Linear(256, 64)),
     "parameter": lambda block: setattr(block.norm1, "weight", nn.Parameter(torch.randn(64))),
+    "activation": lambda block: setattr(block, "activation", torch.relu),
 }
+CASES = [(library, change) for library in ("timm-vit", "vit-fast") for change in list(COMPILED)[:-1]]
 
 
 @pytest.mark.fast_cases("vit-fast-epsilon")
-@pytest.mark.parametrize("change", COMPILED)
-@pytest.mark.parametrize("library", ["timm-vit", "vit-fast"])
+@pytest.mark.parametrize(("library", "change"), [*CASES, ("torch-encoder", "activation")])
 def test_a_compiled_block_follows_changes(library: str, change: str) -> None:
-    model, images = SUBJECTS[library].build().eval(), torch.randn(1, 3, 32, 32)
+    model, inputs = SUBJECTS[library].build().eval(), SUBJECTS[library].inputs()
     vit_fast.fuse(model, "eager")
-    model.blocks[0].attn.q_norm.register_forward_hook(lambda module, args, output: output * 1.5)
+    blocks = model.layers if library == "torch-encoder" else model.blocks
+    if library != "torch-encoder":
+        blocks[0].attn.q_norm.register_forward_hook(lambda module, args, output: output * 1.5)
     torch.compiler.reset()
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
     with torch.no_grad():
-        before = compiled(images)
-        torch.testing.assert_close(before, model(images))
-        COMPILED[change](model.blocks[1])
-        after = compiled(images)
-        torch.testing.assert_close(after, model(images))
+        before = compiled(**inputs)
+        torch.testing.assert_close(before, model(**inputs))
+        COMPILED[change](blocks[1])
+        after = compiled(**inputs)
+        torch.testing.assert_close(after, model(**inputs))
     assert not torch.allclose(before, after, rtol=1e-3, atol=1e-3)
 
 
