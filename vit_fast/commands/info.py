@@ -11,18 +11,14 @@ import typer
 
 from ..cli import AsJson, argument, option, table, wide_console
 
-PACKAGES = (
-    "torch", "triton", "timm", "transformers", "torchvision", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime",
-    "safetensors", "huggingface-hub", "numpy",
-)  # fmt: skip
-
 
 def info(as_json: AsJson = False) -> None:
     """Show versions, devices and available backends."""
     import torch
 
-    from ..version import __version__, cpu_name, installed
+    from ..version import PACKAGES, __version__, cpu_name, installed
 
+    packages = (*PACKAGES, "onnx", "onnxscript", "safetensors", "huggingface-hub")
     devices = {torch.device("cpu"): f"{cpu_name()}, {torch.get_num_threads()} threads"}
     for i in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(i)
@@ -34,7 +30,7 @@ def info(as_json: AsJson = False) -> None:
         "vit_fast": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: installed(name) for name in PACKAGES},
+        "packages": {name: installed(name) for name in packages},
         "devices": [{"device": str(device), "description": text} for device, text in devices.items()],
         "backends": [row for device in devices for row in _backend_rows(device)],
     }
@@ -43,12 +39,12 @@ def info(as_json: AsJson = False) -> None:
         return
     console = wide_console()
     console.print(f"vit-fast {facts['vit_fast']} | Python {facts['python']} | {facts['platform']}")
-    packages = [(name, version or "not installed") for name, version in facts["packages"].items()]
+    versions = [(name, version or "not installed") for name, version in facts["packages"].items()]
     backends = [
         (row["backend"], row["device"], "yes" if row["available"] else "no", "; ".join(row["reasons"]))
         for row in facts["backends"]
     ]
-    console.print(table("packages", ("package", "version"), packages, texts=2))
+    console.print(table("packages", ("package", "version"), versions, texts=2))
     console.print(table("devices", ("device", "description"), [[*row.values()] for row in facts["devices"]], texts=2))
     console.print(table("backends", ("backend", "device", "available", "notes"), backends, texts=4))
 
