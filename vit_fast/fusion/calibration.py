@@ -21,7 +21,7 @@ from ..quantization.schemes import Observation, Observer, Scheme, first_near_bes
 from .fuse import sharing_copy
 
 BATCH = 16  # images per batch, if they are given as one tensor
-E4M3 = Scheme("e4m3")
+E4M3 = Scheme("e4m3", power_of_two=True)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """8-bit number formats, for the kernels and for ONNX files: observed ranges, scale, rounding, and their selection.
 
 int8, uint8        x ~ s (x_q - z), z = 0 for int8; weights are int8 with one scale per output channel
-e4m3               x ~ s x_q, s = max |.| / 448 rounded up to a power of two, one scale per tensor
+e4m3               x ~ s x_q, s = max |.| / 448, for the kernels rounded up to a power of two, one scale per tensor
 
 Ranges come from calibration images: "largest" covers every element, "percentile" clips the largest ones, and "mean
 squared error" minimizes |x - Q(x)|^2. The caller selects the range with the smallest error of the matmuls that read
@@ -89,9 +89,10 @@ class Observer:
 
 @dataclass(frozen=True)
 class Scheme:
-    """An 8-bit number format. Scales of e4m3 are powers of two, which fp16 and bf16 represent exactly."""
+    """An 8-bit number format. For the kernels, scales of e4m3 are powers of two, which fp16 and bf16 represent."""
 
     kind: Literal["int8", "uint8", "e4m3"]
+    power_of_two: bool = False
 
     def grid(self, limits: Range) -> tuple[float, int]:
         """Returns scale and zero point of a range."""
@@ -101,7 +102,8 @@ class Scheme:
         peak = max(-limits.low, limits.high)
         if self.kind == "int8":
             return max(peak, 1e-30) / 127, 0
-        return float(np.exp2(np.ceil(np.log2(max(peak, 1e-3) / E4M3_MAX)))), 0  # representable in fp16
+        scale = max(peak, 1e-3) / E4M3_MAX  # representable in fp16
+        return float(np.exp2(np.ceil(np.log2(scale)))) if self.power_of_two else scale, 0
 
     def smoothing_scale(self, peak: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
         """Returns s_j = sqrt(max |x_j| / max |W_j|); 1 for a channel in which x or W is zero.
