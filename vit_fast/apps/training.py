@@ -171,7 +171,7 @@ def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise TrainingError(f"{path}: cannot be read (damaged, or not a checkpoint): {first}") from None
     if not isinstance(state, dict) or state.get("format") != _FORMAT:
-        raise TrainingError(f"{path}: must be a checkpoint of vit-fast train")
+        raise TrainingError(f"{path}: must be a checkpoint of vit-fast train, in the format of this version")
     old = {**state["config"], **state["about"], **state["about"]["model"], "model": None}
     new = {**asdict(trainer.config), **about, **about["model"], "model": None}
     names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))

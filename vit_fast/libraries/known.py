@@ -55,11 +55,11 @@ def recognize(model: nn.Module) -> ImageModel:
     """Describes a model, or a copy in evaluation mode, in fp32 on the CPU; raises UnsupportedInputError."""
     found = next((found for library in IMAGE_MODELS if (found := library.recognize(model)) is not None), None)
     if found is None:
-        what = f"export of a {type(model).__module__}.{type(model).__qualname__}"
-        raise UnsupportedInputError(what, ["model must be a ViT of vit_fast, timm, transformers or torchvision"])
+        what = f"{type(model).__module__}.{type(model).__qualname__}"
+        raise UnsupportedInputError(what, ["the model must be a ViT of vit_fast, timm, transformers or torchvision"])
     if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()) or model.training:
         if next(model.parameters()).device.type == "meta":
-            raise UnsupportedInputError("export", ["the model must have weights, got the meta device: load them first"])
+            raise UnsupportedInputError("the model", ["it must have weights, got the meta device: load them first"])
         found.model = copy.deepcopy(model).to("cpu", torch.float32).eval()
     found.set_data_config(found.data_config)
     return found

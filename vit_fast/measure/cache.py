@@ -129,7 +129,7 @@ def all_results() -> Iterator[tuple[Path, CachedResult]]:
         except FileNotFoundError:  # another process removed it just now
             continue
         except (OSError, ValueError, TypeError) as error:  # TypeError: fields of other types
-            warnings.warn(f"{path}: ignored, it cannot be read: {error}", stacklevel=3)
+            warnings.warn(f"{path}: ignored, because it cannot be read: {error}", stacklevel=3)
     for _, path, result in sorted(found, key=lambda each: each[:2], reverse=True):
         yield path, result
 

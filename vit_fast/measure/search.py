@@ -121,7 +121,7 @@ class _Search:
             needed, left = self.bench.seconds(candidate), self.left_s(share)
             try:
                 if needed > left:
-                    raise OutOfTime(f"skipped: needs about {format_number(needed, 2)} s, budget exceeded")
+                    raise OutOfTime(f"skipped: needs about {format_number(needed, 2)} s, more than the budget allows")
                 self.prepare(trial, left)
             except Refused as error:
                 self._drop(trial, str(error))

@@ -281,7 +281,7 @@ def _fit_tower(model: nn.Module) -> PackedTower:
     """Returns a tower that can run packed in a graph, or raises UnsupportedInputError."""
     tower, reasons = packed_tower(model), []
     if tower is None:
-        reason = f"the model must be a tower marked in docs/classes.md, got {type(model).__name__}"
+        reason = f"the model must be a class with token budgets in docs/classes.md, got {type(model).__name__}"
         raise UnsupportedInputError("GraphRunner with budgets", [reason])
     if forward_is_replaced(model):
         reasons = ["the tower's forward was replaced on the instance: call `del tower.forward`"]

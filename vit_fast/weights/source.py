@@ -66,8 +66,8 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
         repo_id, _, revision = repository.partition("@")
         return _open(repository, lambda *names: _find_on_hub(repo_id, revision or "main", names))
     raise WeightsError(
-        f"{source}: no such file: weights must be a file ({', '.join(SUFFIXES)}), a folder with config.json, or a "
-        "Hugging Face Hub id such as google/vit-base-patch16-224"
+        f"{source}: no such file: weights must be a file ({', '.join(SUFFIXES)}), a folder like a Hub repository, or "
+        "a Hugging Face Hub id such as google/vit-base-patch16-224"
     )
 
 
