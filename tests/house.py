@@ -1,10 +1,15 @@
-"""Prints the size of the code beside its targets: python tests/house.py"""
+"""Prints the measurements of the code base beside their targets: python tests/house.py"""
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
+import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -12,10 +17,98 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import test_structure  # noqa: E402
 import torch  # noqa: E402
-from typer.main import get_command  # noqa: E402
 
-import vit_fast.ops  # noqa: E402, F401  # registers the operators
+import vit_fast  # noqa: E402
+import vit_fast.ops  # noqa: E402  # registers the operators
+from vit_fast.benchmarks import runner  # noqa: E402
+from vit_fast.cli import main as command_line  # noqa: E402
 from vit_fast.cli import make_app  # noqa: E402
+
+
+class Trace:
+    """The functions of this repository that a call runs, and the number of calls from one of its files into another."""
+
+    def __init__(self) -> None:
+        self.functions: set[CodeType] = set()
+        self.jumps = 0
+
+    @property
+    def files(self) -> set[str]:
+        called = [code for code in self.functions if code.co_name != "<module>"]  # without mere imports
+        return {code.co_filename for code in called}
+
+    def run(self, call: Callable[[], Any]) -> Trace:
+        threading.setprofile(self._see)
+        sys.setprofile(self._see)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # type: ignore[arg-type]  # as the documentation says
+        return self
+
+    def _see(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and _is_ours(frame):
+            self.functions.add(frame.f_code)
+            caller = frame.f_back
+            while caller is not None and not _is_ours(caller):
+                caller = caller.f_back
+            if caller is not None and caller.f_code.co_filename != frame.f_code.co_filename:
+                self.jumps += 1
+
+
+def _is_ours(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith(str(ROOT / "vit_fast")) and not name.endswith("stand_in_driver.py")  # in a driver's place
+
+
+def trace_frozen_block() -> Trace:
+    """Traces a call of a frozen block after its launch plans were recorded, with the stand-in for the CUDA driver."""
+    from vit_fast.kernels.inspect import stand_in_driver
+
+    stand_in_driver.install("sm_90")
+    model = vit_fast.create_model("vit_test", backend="triton").bfloat16().eval()
+    vit_fast.freeze(model)
+    tokens = torch.zeros(1, model.config.seqlen, model.config.embed_dim, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        for _ in range(256):  # until the tensor maps of most addresses that the CPU allocates are cached
+            model.blocks[0](tokens)
+        traces = [Trace().run(lambda: model.blocks[0](tokens)) for _ in range(256)]
+    return min(traces, key=lambda trace: len(trace.functions))  # others may encode the map of a new address
+
+
+def trace_fuse() -> Trace:
+    import timm
+
+    model = timm.create_model("vit_tiny_patch16_224", pretrained=False, img_size=32, depth=2).eval()
+    return Trace().run(lambda: vit_fast.fuse(model, backend="sdpa"))
+
+
+def trace_bench() -> Trace:
+    """The command with three candidates, in this process."""
+
+    def bench() -> None:
+        arguments = "--models vit_test --batch-sizes 1 --dtypes fp32 --candidates eager,sdpa,timm --time-budget 0"
+        try:
+            command_line(["bench", *arguments.split(), "--seconds", "0.2", "--device", "cpu", "--out", f"{folder}/out"])
+        except SystemExit as ended:
+            assert not ended.code, ended.code
+
+    runner.MATMUL_SIZE["cpu"], runner.COPY_BYTES["cpu"] = 64, 2**16  # for the speed of this script
+    with tempfile.TemporaryDirectory() as folder:
+        return Trace().run(bench)
+
+
+def count_options() -> int:
+    from typer.main import get_command
+
+    commands = get_command(make_app()).commands.values()  # type: ignore[attr-defined]  # a group's
+    return sum(parameter.param_type_name == "option" for command in commands for parameter in command.params)
+
+
+def most_arguments() -> int:
+    schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("vit_fast::")]
+    return max(len(schema.arguments) for schema in schemas)
 
 
 def lines(paths: Any) -> int:
@@ -24,17 +117,24 @@ def lines(paths: Any) -> int:
 
 def main() -> None:
     modules = test_structure.MODULES.values()
+    bench = trace_bench()
+    child = subprocess.run([sys.executable, __file__, "block"], capture_output=True, text=True, check=True)
+    block_files, block_functions = map(int, child.stdout.split())
     tests = [path for path in (ROOT / "tests").rglob("*.py") if "emulator" not in str(path.relative_to(ROOT))]
-    commands = get_command(make_app()).commands.values()  # type: ignore[attr-defined]  # a group's
-    options = [parameter for command in commands for parameter in command.params]
-    schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("vit_fast::")]
+    folders = test_structure.folder_graph()
+    pairs = [(a, b) for a in folders for b in folders[a] if a < b and a in folders[b]]
     measured = [
         ("source lines", lines(modules), 28_000),
         ("source files", len(modules), 180),
         ("files in the fullest folder", max(Counter(path.parent for path in modules).values()), 15),
         ("test lines without the emulator", lines(tests), 16_000),
-        ("options of all commands", sum(option.param_type_name == "option" for option in options), 100),
-        ("flat positional arguments of an operator", max(len(schema.arguments) for schema in schemas), 12),
+        ("frozen block, steady state: files", block_files, 12),
+        ("frozen block, steady state: functions", block_functions, 40),
+        ("jumps between files in fuse of timm", trace_fuse().jumps, 60),
+        ("files in a bench run", len(bench.files), 35),
+        ("pairs of folders that import each other", len(pairs), 0),
+        ("options of all commands", count_options(), 100),
+        ("flat positional arguments of an operator", most_arguments(), 12),
     ]
     print(f"{'':45} {'now':>7} {'target':>7}")
     for name, now, target in measured:
@@ -42,4 +142,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["block"]:  # in a process of its own, in which torch takes the CPU for a GPU
+        block = trace_frozen_block()
+        print(len(block.files), len(block.functions))
+    else:
+        main()
