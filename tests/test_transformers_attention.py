@@ -40,20 +40,17 @@ def test_keywords_that_sdpa_would_ignore_are_rejected() -> None:
             attention_forward(*interface_inputs(), None, **{name: torch.ones(2)})
 
 
-@pytest.mark.parametrize("case", ["causal", "bias", "narrow values", "decoder"])
-def test_other_calls_are_passed_to_sdpa(case: str) -> None:
+def test_other_calls_are_passed_to_sdpa() -> None:
     from vit_fast.integrations.transformers import ALL_ATTENTION_FUNCTIONS, REFUSED, attention_forward
 
     module, q, k, v = interface_inputs()
-    options = {"causal": {"is_causal": True}, "bias": {"position_bias": torch.randn(1, 2, 5, 5)}}.get(case, {})
-    if options.keys() & REFUSED:
-        pytest.skip("transformers 4 has no position_bias")
-    if case == "narrow values":
-        v = v[..., :16]
-    if case == "decoder":  # without this attribute, transformers assumes one
-        del module.is_causal
-    expected = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, None, **options)[0]
-    assert torch.equal(attention_forward(module, q, k, v, None, **options)[0], expected)
+    # without an attribute is_causal, transformers assumes a decoder
+    calls = [(module, v, {"is_causal": True}), (module, v[..., :16], {}), (nn.Module(), v, {})]
+    if "position_bias" not in REFUSED:  # transformers 5
+        calls.append((module, v, {"position_bias": torch.randn(1, 2, 5, 5)}))
+    for owner, values, options in calls:
+        expected = ALL_ATTENTION_FUNCTIONS["sdpa"](owner, q, k, values, None, **options)[0]
+        assert torch.equal(attention_forward(owner, q, k, values, None, **options)[0], expected)
 
 
 def test_a_position_bias_reaches_a_fused_attention_layer() -> None:

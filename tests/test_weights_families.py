@@ -44,7 +44,6 @@ def _load_like_timm(name: str, state: dict[str, Tensor], **options: Any) -> Weig
     ("name", "old", "new"),
     [
         ("vit_base_patch16_224", 224, 384),
-        ("deit_tiny_distilled_patch16_224", 224, 160),
         ("deit3_small_patch16_224", 224, (192, 320)),
         ("vit_small_patch14_reg4_dinov2", 98, 140),
         ("vit_base_patch16_siglip_224", 224, 256),
@@ -245,13 +244,10 @@ PEER: dict[str, Any] = {**SMALL, "img_size": 32, "patch_size": 8, "num_classes":
 @pytest.mark.parametrize(
     ("library", "fields"),
     [
-        (timm_model, {}),
         (timm_model, {"distilled": True}),
         (timm_model, {"init_values": 1e-5, "reg_tokens": 3, "no_embed_class": True, "num_classes": 0}),
-        (timm_model, {"pre_norm": True, "qkv_bias": False}),
-        (timm_model, {"class_token": False, "global_pool": "map", "num_classes": 0}),
+        (timm_model, {"pre_norm": True, "qkv_bias": False, "class_token": False, "global_pool": "map"}),
         (timm_model, {"final_norm": False, "scale_attn_norm": True, "scale_mlp_norm": True, "global_pool": "avg"}),
-        (hf_model, {}),
         (hf_model, {"qkv_bias": False, "num_classes": 0, "img_size": (32, 48)}),
         (torchvision, {}),
     ],
