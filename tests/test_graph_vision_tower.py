@@ -107,8 +107,7 @@ def test_training_pickles_and_errors_of_a_model_with_a_runner() -> None:
     assert trained.requires_grad and runner.stats().fallbacks == 1
     torch.testing.assert_close(trained.detach(), expected, rtol=1e-4, atol=1e-5)
     visual.eval()
-    loaded = pickle.loads(pickle.dumps(visual))
-    hits = runner.stats().hits
+    loaded, hits = pickle.loads(pickle.dumps(visual)), runner.stats().hits
     torch.testing.assert_close(loaded(**tower_inputs).pooler_output.detach(), expected, rtol=1e-4, atol=1e-5)
     assert runner.stats().hits == hits
     with pytest.raises(vit_fast.UnsupportedInputError, match="forward was replaced on the instance"):

@@ -83,11 +83,8 @@ def test_hooks_and_replaced_methods_get_all_tokens(path: str) -> None:
     assert [tokens.shape[:2] for tokens in seen] == [(2, 17)]
 
 
-def test_subclasses_stay_unchanged_and_unfuse_restores_the_class() -> None:
-    plain, model = build()
-    vit_fast.unfuse(model)
-    assert type(model) is type(plain)
+def test_a_subclass_which_may_read_other_tokens_stays_unchanged() -> None:
     other = timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=2, num_classes=5).eval()
     before = type(other)
     vit_fast.fuse(other, "sdpa").require_all()
-    assert type(other) is before, "a subclass may read other tokens"
+    assert type(other) is before
