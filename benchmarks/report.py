@@ -194,14 +194,17 @@ def label(row: Row, *, precision: bool = True) -> str:
 
 
 def not_measured(record: Record) -> list[str]:
-    """Returns the rows without figures by reason, with their groups unless that is all of them."""
-    titles: dict[str, list[str]] = defaultdict(list)
+    """Returns the rows without figures by status, reason and groups; the groups are omitted if they are all."""
     grouped = groups(record)
+    titles: dict[tuple[str, str], list[str]] = defaultdict(list)
+    names: dict[str, list[str]] = defaultdict(list)
     for title, rows in grouped.items():
         for row in rows:
             if row["status"] != "measured":
-                titles[": ".join(filter(None, (label(row), row["status"], row["reason"])))].append(title)
-    return [line if len(where) == len(grouped) else f"{line} ({'; '.join(where)})" for line, where in titles.items()]
+                titles[label(row), ": ".join(filter(None, (row["status"], row["reason"])))].append(title)
+    for (name, why), where in titles.items():
+        names[why if len(where) == len(grouped) else f"{why} ({'; '.join(where)})"].append(name)
+    return [f"{', '.join(together)}: {why}" for why, together in names.items()]
 
 
 def _columns(record: Record, width: int | None) -> list[str]:

@@ -163,7 +163,7 @@ def test_the_default_run_ranks_the_first_candidates_within_three_minutes(slownes
 
     def prepare(candidate: Candidate, group: Group, *_: object, **__: object) -> tuple[SimpleNamespace, dict]:
         key = candidate.name, group.dtype_name  # an exported file serves every batch size
-        machine.spend(runner.COMPILING_S[candidate.compile_mode])
+        machine.spend(runner.PREPARING_S[candidate.compile_mode])
         machine.spend(0.2 if key in built else 7.0 if candidate.runs_file else 1.0)
         built.add(key)
         seconds = 0.014 * group.batch_size * (0.8 if "frozen" in candidate.name else 1.0)
