@@ -109,7 +109,7 @@ class FusedModule(nn.Module):
             self.vit_fast_backend = "sdpa" if unable else resolve_backend("auto", device_of(self), dtype_of(self))
 
     def is_idle(self) -> bool:
-        """True if the original forward is as fast as the fused forward."""
+        """True if the original forward is as fast as the fused forward with the backend sdpa."""
         return False
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
@@ -234,7 +234,7 @@ class FusedNormMlp(FusedModule):
         return None if parts.mlp is None or parts.mlp.drops() else parts
 
     def is_idle(self) -> bool:
-        if self.vit_fast_backend != "sdpa" or PLACE in self._modules:
+        if PLACE in self._modules:
             return False
         if torch.compiler.is_compiling():  # a compiled block does not run packed
             return True

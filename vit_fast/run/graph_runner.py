@@ -254,9 +254,7 @@ class _Batches(ImageTower):
 
 
 def _no_graph_reasons(model: nn.Module, like: Tensor) -> list[str]:
-    reasons = [] if torch.cuda.is_available() else ["this machine has no CUDA device"]
-    if like.device.type != "cuda":
-        reasons.append(f"example must be on a CUDA device, got {like.device}")
+    reasons = [] if like.is_cuda else [f"example must be on a CUDA device, got {like.device}"]
     if devices := {parameter.device for parameter in model.parameters()} - {like.device}:
         reasons.append(f"the model must be on the example's {like.device}, got {', '.join(map(str, devices))}")
     return reasons
