@@ -87,7 +87,7 @@ def groups(record: Record, status: str = "") -> dict[str, list[Row]]:
     for row in record["rows"]:
         if status in ("", row["status"]):
             size = "x".join(map(str, row["img_size"])) + (", data on the host" if row["data"] == "host" else "")
-            task = "" if row["task"] == "inference" else ", training step"
+            task = "" if row["task"] == "inference" else ", training"
             grouped[f"{row['model']}{task}, {row['dtype']}, batch {row['batch']}, {size}"].append(row)
     for rows in grouped.values():
         rows.sort(key=lambda row: (is_lower(row), -(row["images_per_s"] or 0)))

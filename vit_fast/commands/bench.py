@@ -28,7 +28,7 @@ def bench(
     train: Annotated[bool, option("Measure training steps; of a block or operator, the backward.", "--train")] = False,
     amp: Annotated[bool, option("With --train: run the forward under bf16 autocast.", "--amp")] = False,
     data: Annotated[str, option("Memory of the images: device, or host to include the copy to the GPU.")] = "device",
-    explain: Annotated[bool, option("Also print time per part and operator, and lower bounds.", "--explain")] = False,
+    explain: Annotated[bool, option("Print time per part, operator or kernel, and lower bounds.", "--explain")] = False,
     cold: Annotated[bool, option("Also measure the time from process start to the first output.", "--cold")] = False,
     latency: Annotated[bool, option("Measure p50, p90 and p99 latency of one image per call.", "--latency")] = False,
     batch_sizes: Annotated[
