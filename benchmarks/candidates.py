@@ -37,7 +37,8 @@ DEFAULT_NAMES = {
     "cuda": "eager sdpa sdpa-flash sdpa-cudnn sdpa-efficient triton triton-frozen triton-graphs timm transformers"
     " torchvision eager+compile sdpa+compile sdpa+compile:max-autotune triton+compile triton+compile:reduce-overhead"
     " triton+compile:max-autotune timm+compile timm+compile:max-autotune transformers+compile timm+fused"
-    " timm+fused+compile transformers+fused optimized onnxruntime tensorrt triton-fp8 torchao-fp8+compile",
+    " timm+fused+compile transformers+fused optimized onnxruntime tensorrt torchao-int8+compile triton-fp8"
+    " torchao-fp8+compile",
 }
 # For other models than our variants, and for parts of models.
 NAMES = {
@@ -45,7 +46,7 @@ NAMES = {
     " given+compile given+fused given+fused+compile",
     "onnx": "onnxruntime openvino",
     "block": "eager sdpa triton timm timm+fused",
-    "attention": "eager sdpa sdpa-flash sdpa-cudnn sdpa-efficient triton flash-attn",
+    "attention": "eager sdpa sdpa-flash sdpa-cudnn sdpa-efficient triton flex flash-attn",
     "mlp": "eager triton cublaslt eager+compile",
 }
 
@@ -232,13 +233,14 @@ def _exported(candidate: Candidate, group: Group) -> tempfile.TemporaryDirectory
 
 
 def _build_torchao(candidate: Candidate, group: Group) -> nn.Module:
-    """Quantizes our model to fp8 with torchao, activations dynamically and per row."""
-    reason = f"the model must be in bf16, got {group.dtype}"
-    _require_whole(candidate, group, [] if group.dtype == torch.bfloat16 else [reason])
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+    """Quantizes our model with torchao: dynamic activation quantization, per row in fp8."""
+    if fp8 := candidate.precision == "fp8":
+        reason = f"the model must be in bf16, got {group.dtype}"
+        _require_whole(candidate, group, [] if group.dtype == torch.bfloat16 else [reason])
+    from torchao import quantization as ao
 
-    model = build(CANDIDATES["sdpa"], group)
-    quantize_(model, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+    model, int8 = build(CANDIDATES["sdpa"], group), ao.Int8DynamicActivationInt8WeightConfig
+    ao.quantize_(model, ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()) if fp8 else int8())
     return model
 
 
@@ -295,12 +297,17 @@ def _all() -> Iterator[Candidate]:
     openvino = onnx | {"engine": "openvino", "packages": (*ORT[:2], "openvino")}
     yield named("openvino", "OpenVINO on a CPU, exported by vit_fast.export", _build_file, **openvino)
 
-    ao = lossy | {"packages": ("torchao",), "peer": True, "precision": "fp8"}
+    ao = lossy | {"packages": ("torchao",), "peer": True}
+    summary = "sdpa with torchao's int8 weights and dynamic activation quantization"
+    yield named("torchao-int8", summary, _build_torchao, **ao, precision="int8")
     summary = "sdpa with torchao's float8 weights and dynamic activation quantization, per row"
-    yield named("torchao-fp8", summary, _build_torchao, **ao)
-    operator: dict[str, Any] = {"peer": True, "compilable": False}
-    yield named("flash-attn", "attention of flash-attn", build, **operator, packages=("flash_attn",))
-    yield named("cublaslt", "MLP in PyTorch with cuBLASLt's GELU epilogue", build, **operator)
+    yield named("torchao-fp8", summary, _build_torchao, **ao, precision="fp8")
+    for base, summary, packages in (
+        ("flex", "FlexAttention, compiled", ()),
+        ("flash-attn", "attention of flash-attn", ("flash_attn",)),
+        ("cublaslt", "MLP in PyTorch with cuBLASLt's GELU epilogue", ()),
+    ):
+        yield named(base, summary, build, packages=packages, peer=True, compilable=False)
 
 
 CANDIDATES: dict[str, Candidate] = {candidate.base: candidate for candidate in _all()}

@@ -142,7 +142,7 @@ _RIVALS = "triton sdpa-cudnn sdpa-flash sdpa-efficient"
 # The most important first.
 JOBS: tuple[Job, ...] = (
     Job("tests", "tests, first", 60, ("-k", _FIRST, "tests/test_attention_kernel.py", "tests/test_mlp_kernels.py")),
-    bench("attention", "attention", 75, [_ATTENTION], f"{_RIVALS} flash-attn", 256, train=_RIVALS),
+    bench("attention", "attention", 75, [_ATTENTION], _RIVALS, 256, train=_RIVALS),
     bench("mlp", "mlp", 65, [_MLP], "triton eager", 256, train="triton eager"),
     bench("models", "ViT-B", 95, [_VIT_B], "triton triton-frozen triton-graphs sdpa timm", 256, 1),
     bench("models", "ViT-B training", 50, [_VIT_B], "", 128, train="triton sdpa timm"),
@@ -157,6 +157,7 @@ JOBS: tuple[Job, ...] = (
     Job("tests", "tests of attention, compiled", 60,
         (*_PARALLEL, "-k", _ATTENTION_TESTS, "tests/test_attention_kernel.py")),
     bench("models", "fused models", 45, [_VIT_B], "timm timm+fused transformers transformers+fused", 256),
+    bench("attention", "FlexAttention", 45, [_ATTENTION, _LARGER[0]], "triton flex flash-attn", 256),
     bench("attention", "larger attention", 75, _LARGER, _RIVALS, 32, train=_RIVALS),
     bench("attention", "other operators", 75, _OTHERS, "triton eager", 64, train="triton eager"),
     bench("attention", "small batches", 75, [_ATTENTION, _MLP], "triton sdpa eager", 1, 32, train="triton eager"),

@@ -9,10 +9,12 @@ table below, and its name and packages to candidates.py.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -112,6 +114,21 @@ def _sdpa(qkv: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
+def _flex(qkv: Tensor) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if qkv.device.type == "cpu" and qkv.requires_grad:
+        raise UnsupportedInputError("flex", ["FlexAttention has no backward on a CPU"])
+    q, k, v = qkv.transpose(1, 3).unbind(2)
+    return _compiled(flex_attention)(q, k, v).transpose(1, 2)
+
+
+@functools.cache
+def _compiled(function: Function) -> Any:
+    """Compiles at the first call, because importing the compiler takes seconds."""
+    return torch.compile(function, dynamic=False)
+
+
 def _flash_attn(qkv: Tensor) -> Tensor:
     from flash_attn import flash_attn_qkvpacked_func
 
@@ -129,6 +146,7 @@ FUNCTIONS: dict[str, dict[str, Function]] = {
         "eager": partial(ops.attention_qkvpacked, backend="eager"),
         "sdpa": _sdpa,
         "triton": partial(ops.attention_qkvpacked, backend="triton"),
+        "flex": _flex,
         "flash-attn": _flash_attn,
     },
     "mlp": {

@@ -316,13 +316,16 @@ def print_first_output() -> None:
     """Prints the time of the first output and the peak memory as JSON, if the output is correct; see cold_start."""
     configuration = make_configuration(**json.loads(sys.argv[1]))
     (group,), ((candidate,),) = configuration.groups(), configuration.candidates.values()
-    with matmul_precision(group.dtype_name):
-        batches = make_batches(group, configuration.images)
-        _, call, gradients = _callers(candidate, group, batches)
-        output = call(0) if gradients is None else gradients()
-        synchronize(group.device)
-        done = time.monotonic()
-        verdict = measuring.judge(output, expect(group, batches[0].to(group.device)), candidate.tolerance)
+    try:
+        with matmul_precision(group.dtype_name):
+            batches = make_batches(group, configuration.images)
+            _, call, gradients = _callers(candidate, group, batches)
+            output = call(0) if gradients is None else gradients()
+            synchronize(group.device)
+            done = time.monotonic()
+            verdict = measuring.judge(output, expect(group, batches[0].to(group.device)), candidate.tolerance)
+    except Exception as error:  # whatever a candidate raises
+        sys.exit(describe_error(error))
     if verdict.reason is not None:
         sys.exit(f"incorrect: {verdict.reason}")
     print(json.dumps({"done": done, "peak_MiB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)}))

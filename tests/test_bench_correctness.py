@@ -126,7 +126,7 @@ DINO = "vit_small_patch14_reg4_dinov2"
         ("triton-fp8", "vit_test", "fp32", ["float32"]),
         ("triton-fp8", "block:vit_test", "bf16", ["a single block or operator"]),
         ("cublaslt", "mlp:14x32x64", "fp32", ["it needs a GPU", "the activation must be gelu_tanh"]),
-        ("flash-attn", "vit_test", "fp32", ["must be a single operator, got vit_test"]),
+        ("flex", "vit_test", "fp32", ["must be a single operator, got vit_test"]),
         ("eager", "timm:test_vit", "fp32", ["must be one of `vit-fast models`"]),
         ("transformers", DINO, "fp32", ["reg_tokens must be 0", "no_embed_class", "init_values"]),
         ("torchvision", DINO, "fp32", ["reg_tokens must be 0", "no_embed_class", "init_values"]),

@@ -107,7 +107,7 @@ def test_a_function_returns_a_model(folder: Path) -> None:
         ("--models vit_test,none.onnx", "none.onnx"),
         ("--models vit_test --candidates tim", "did you mean timm"),
         ("--models vit_test --candidates eager+compile:fastest", "max-autotune"),
-        ("--models vit_test --candidates cublaslt+compile", "cannot be compiled"),
+        ("--models vit_test --candidates flex+compile", "cannot be compiled"),
         ("--models vit_test --batch-sizes 0", "batch size must be >= 1, got 0"),
         ("--batch-sizes 1,x", "1,x"),
         ("--latency --batch-sizes 1,8", "must be 1 or absent with --latency"),
