@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from fused_models import SMALL as SIZES
-from fused_models import assert_same_outputs, double_inputs, randomize
+from fused_models import SMALL, assert_same_outputs, double_inputs, randomize
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from torch import Tensor, nn
 
@@ -124,7 +123,7 @@ ROTARY = (
 def named_pair(name: str, **overrides: Any) -> tuple[nn.Module, Any]:
     """Returns a named model of timm with random weights, and ours with the same."""
     torch.manual_seed(0)
-    settings = SIZES | {"num_classes": 5, "img_size": 64 if "16" in name else 56} | overrides
+    settings = SMALL | {"num_classes": 5, "img_size": 64 if "16" in name else 56} | overrides
     peer = timm.create_model(name, **settings, **({"attn_pool_num_heads": 2} if "pe_core" in name else {})).eval()
     with torch.no_grad():
         for parameter in peer.parameters():
