@@ -34,7 +34,6 @@ PROTOCOLS = {
     "cuda": Protocol(repeats=100, seconds=1.0, least_repeats=10),
 }
 LATENCY = Protocol(repeats=1000, seconds=5.0, least_repeats=100)  # enough calls for a 99th percentile
-BOTH_DTYPES = ("vit-fast", "given")  # kinds of models that a CPU with bf16 matmuls measures in fp32 and bf16
 # Batch sizes of --batch-sizes best.
 SEARCHED = {"cpu": tuple(2**i for i in range(7)), "cuda": tuple(2**i for i in range(12))}
 
@@ -144,13 +143,13 @@ def make_configuration(
         raise ValueError(f"the batch size must be >= 1, got {min(sizes)}")
     found = _some("models", [model for make in resolved for size in img_sizes for model in make(size)])
     by_default = dtypes is None and candidates is None and not train
-    if by_default and kind == "cpu" and has_bf16() and all(model.kind in BOTH_DTYPES for model in found):
+    if by_default and kind == "cpu" and has_bf16() and all(model.kind in ("vit-fast", "given") for model in found):
         names = ("fp32", "bf16")
     if data != "device" and (data != "host" or kind == "cpu" or any(model.data is None for model in found)):
         raise ValueError(f"--data must be device, or host (on a GPU, for models that take images), got {data}")
     # the least memory of a call: two inputs, the residual stream and one hidden layer
     widths = [m.config.seqlen * (m.config.embed_dim + m.config.hidden_dim) if m.config else 0 for m in found]
-    numbers = max(2 * math.prod(model.shape) + width for model, width in zip(found, widths, strict=True))
+    numbers = max(2 * math.prod(m.shape) + width for m, width in zip(found, widths))
     per_image, available = numbers * min(DTYPES[name].itemsize for name in names), memory_bytes(where)
     if not search and available is not None and max(sizes) * per_image > available:
         raise ValueError(

@@ -199,12 +199,9 @@ class Samples(list[float]):
 
 
 def time_interleaved(
-    calls: Mapping[str, Call],
-    device: torch.device | str,
-    protocol: Protocol | None = None,
-    *,
+    calls: Mapping[str, Call], device: torch.device | str, protocol: Protocol | None = None, *,
     is_done: Callable[[int, Mapping[str, Samples]], bool] | None = None,
-) -> dict[str, Samples]:
+) -> dict[str, Samples]:  # fmt: skip
     """Times several calls, functions of the round's number, interleaved until each satisfies the protocol.
 
     `is_done` replaces this condition. It is called after every round with the number of rounds and the samples so far.
