@@ -181,6 +181,7 @@ def test_connectors_and_decoders_are_not_required() -> None:
     assert {module.reasons for module in report.skipped} == {
         ("it belongs to a text model, which needs causal and padding masks",)
     }
+    assert "decoder (CLIPSegDecoder) is a language model or decoder" in str(report)
 
 
 class SomeMlp(nn.Linear):

@@ -88,6 +88,7 @@ def test_gradients_of_a_chat_model_and_its_report() -> None:
     model, inputs = build("qwen2_5_vl")
     plain = copy.deepcopy(model)
     report = vit_fast.fuse(model, "sdpa").require_all()
+    assert "model.language_model (Qwen2_5_VLTextModel) is a language model" in str(report)
     assert {row.name for row in report.fused} == {
         f"model.visual.blocks.{i}{part}" for i in (0, 1) for part in ("", ".attn")
     }

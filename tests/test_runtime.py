@@ -206,6 +206,7 @@ def test_errors_of_arguments() -> None:
         (tower, {"budgets": (8,), "max_images": 0}, "max_images must be an integer >= 1"),
         (plain, {"budgets": (8,)}, r"blocks\.0 must be fused: call vit_fast\.fuse first"),
         (hooked, {"budgets": (8,)}, "merger must have no hooks"),
+        (hooked, {"example": image}, "merger must have no hooks"),
         (identity, {"budgets": (8,)}, "must be a class with token budgets in docs/classes.md, got Identity"),
         (identity, {"example": image, "batch_sizes": (0, 4)}, "batch_sizes must be one or more positive integers"),
         (identity, {"example": torch.zeros(3)}, r"example must have at least 2 dimensions, got shape \(3,\)"),

@@ -30,6 +30,9 @@ class FusionReport:
     backend_reasons: tuple[str, ...] = ()  # why "auto" did not select triton
     precision: str | None = None  # as requested; None for the model's own
     precision_notes: tuple[str, ...] = ()  # measured effects of the requested precision
+    # Names of language models and decoders inside the model, e.g. CLIP's text tower. In these, only supported classes
+    # are fused and reported.
+    elsewhere: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[ModuleReport, ...]:
@@ -64,6 +67,10 @@ class FusionReport:
             lines[0] += " (no attention or MLP of a supported class)"
         lines += [f"backend {self.backend}: {'; '.join(self.backend_reasons)}"] if self.backend_reasons else []
         lines += [f"precision {self.precision}: {note}" for note in self.precision_notes]
+        lines += [
+            f"{each} is a language model or decoder: only supported classes inside it are fused and listed"
+            for each in self.elsewhere
+        ]
         groups: dict[tuple[str, ...], list[str]] = {}
         for module in self.modules:
             pattern, part = re.sub(r"\d+", "*", module.name), f"{module.class_name}: {module.part}"

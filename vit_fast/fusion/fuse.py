@@ -87,7 +87,7 @@ def fuse(
     rows = walk.rows if choice is None else fp8.annotated(walk.rows, choice, dtype_of(model))
     why = auto_reasons(device, dtype_of(model)) if backend == "auto" and resolved != "triton" else ()
     measured = () if choice is None else choice.notes
-    return FusionReport(resolved, tuple(rows), why, precision, measured)
+    return FusionReport(resolved, tuple(rows), why, precision, measured, tuple(walk.elsewhere))
 
 
 def unfuse(model: nn.Module) -> None:
@@ -199,6 +199,7 @@ class _Walk:
     def __init__(self, model: nn.Module, requested: str, resolved: str) -> None:
         self.model, self.requested, self.resolved = model, requested, resolved
         self.rows: list[ModuleReport] = []
+        self.elsewhere: list[str] = []
         self.changes: list[Callable[[], object]] = []
         self._has_row: dict[nn.Module, bool] = {}
         self._blocks: set[nn.Module] = set()  # blocks whose norm and MLP will be fused
@@ -243,7 +244,10 @@ class _Walk:
             return True
         decodes = "Decoder" in class_name and "Encoder" not in class_name
         reads_text = getattr(module, "input_modalities", None) in ("text", ("text",))  # of transformers
-        inside_unknown = inside_unknown or (bool(name) and (decodes or reads_text))
+        is_elsewhere = bool(name) and (decodes or reads_text)
+        if is_elsewhere and not inside_unknown:
+            self.elsewhere.append(f"{name} ({type(module).__qualname__})")
+        inside_unknown = inside_unknown or is_elsewhere
         looks_fusable = LOOKS_FUSABLE.search(class_name) is not None
         found = self._visit_children(name, module, inside_unknown or looks_fusable)
         if found or inside_unknown or not looks_fusable or next(module.parameters(), None) is None:

@@ -77,8 +77,8 @@ class GraphRunner:
             CUDA device, budgets run eagerly with the same packing and padding; an example needs "eager".
     Raises:
         ValueError: the example, the batch sizes or the budgets are invalid.
-        UnsupportedInputError: the model or the example is not on a CUDA device and fallback is "error", the first
-            axis of an output is not the batch, or the tower cannot be packed; lists all reasons.
+        UnsupportedInputError: the model or the example is not on a CUDA device or the model has hooks, and fallback
+            is "error"; the first axis of an output is not the batch; or the tower cannot be packed. Lists all reasons.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class GraphRunner:
         self.budgets, self._device = tuple(sorted(set(sizes))), self._tower.like.device
         reasons = _no_graph_reasons(model, self._tower.like)
         if example is not None:
-            reasons += required_input_reasons(model) + _host_reads(model) + _autocast(self._device)
+            reasons += required_input_reasons(model) + _host_reads(model) + _hooks(model) + _autocast(self._device)
             if reasons and fallback == "error":
                 raise UnsupportedInputError("GraphRunner", [*reasons, "fallback='eager' runs the model without graphs"])
         self.captured, self._eager = not reasons, bool(reasons) and example is not None
@@ -269,6 +269,14 @@ def _host_reads(model: nn.Module) -> list[str]:
     return []
 
 
+def _hooks(model: nn.Module) -> list[str]:
+    return [
+        f"{name or 'the model'} must have no hooks, because graphs do not run them: remove them"
+        for name, module in model.named_modules()
+        if is_hooked(module)
+    ]
+
+
 def _autocast(device: torch.device) -> list[str]:
     # a graph would ignore autocast, or reuse weights that were cast during the capture
     active = torch.is_autocast_enabled(device.type)
@@ -283,9 +291,8 @@ def _fit_tower(model: nn.Module) -> PackedTower:
         raise UnsupportedInputError("GraphRunner with budgets", [reason])
     if forward_is_replaced(model):
         reasons = ["the tower's forward was replaced on the instance: call `del tower.forward`"]
+    reasons += _hooks(model)
     for name, module in model.named_modules():
-        if is_hooked(module):
-            reasons.append(f"{name or 'the tower'} must have no hooks, because graphs do not run them: remove them")
         if not tower.needs_fused:
             continue
         is_known = isinstance(module, FusedModule) or type(module).__module__.startswith("torch.")
@@ -308,7 +315,7 @@ class Watched:
             edges += [(module, name, child) for name, child in module._modules.items() if child is not None]
             values += parts_of(module).watch.values if isinstance(module, FusedNormMlp) else ()
         self._watch = Watch(model, edges, values)
-        self._forward, self._hooked = vars(model).get("forward"), is_hooked(model)
+        self._forward = vars(model).get("forward")
         self._tensors = [
             (place, name, tensor, tensor.data_ptr())
             for module in self._modules
@@ -327,7 +334,7 @@ class Watched:
             if place.get(name) is not tensor or tensor.data_ptr() != address:
                 return changed
         forward, model = vars(self._model).get("forward"), self._model
-        same = (forward is self._forward or forward is runner) and is_hooked(model) <= self._hooked
+        same = (forward is self._forward or forward is runner) and not is_hooked(model)
         same = same and self._watch.holds(model) and not any(module.training for module in self._modules)
         return None if same else changed
 
