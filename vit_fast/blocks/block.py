@@ -83,8 +83,8 @@ def run_block(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Runs a block without active dropout on x [B, N, C] or packed x [total, C]; `parts.mlp` must not be None.
 
-    `attend` computes x + attention(x) with the block's modules instead of kernels. Returns the output and, if
-    requested, its LayerNorm statistics: None for fp32 and after drop path.
+    `attend` computes x + attention(x) with the block's modules instead of kernels. Returns the output, and its
+    LayerNorm statistics if they are requested and a kernel computed them, else None.
     """
     attention, mlp = parts.attention, parts.mlp
     assert mlp is not None
@@ -160,7 +160,7 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
 
 
 def freeze_block(block: Any) -> bool:
-    """Prepares the weights of a block, or updates them in place; returns False if the block needs no preparation."""
+    """Prepares the weights of a block, or updates them in place; returns False if the block does not support it."""
     parts = parts_of(block)
     attention, mlp = parts.halves
     if runs_whole(parts, block.vit_fast_backend):
@@ -182,7 +182,7 @@ def run_as_block(
     block: Any, parts: BlockParts, x: Tensor, attend: Callable[[Tensor], Tensor], ordinary: bool = True,
     rope: Rope | None = None, keys: Keys | None = None,
 ) -> Tensor:  # fmt: skip
-    """Runs a fused block that its library calls, [B, N, C]; `attend` runs x + attention(x) as modules."""
+    """Runs a fused block that its library calls, [B, N, C] or [total, C]; `attend` runs x + attention(x) as modules."""
     backend = block.vit_fast_backend
     if ordinary and backend == "sdpa" and (packed := packed_for(parts, x)) is not None:
         return run_packed([packed], x, rope, keys)
@@ -211,7 +211,7 @@ def run_as_block(
 
 
 def run_blocks(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
-    """Runs consecutive blocks on [B, N, C] with the same rotary arguments; hooked blocks run as modules."""
+    """Runs consecutive blocks on [B, N, C] with the same rotary arguments, as modules if kernels cannot run all."""
     if not torch.compiler.is_compiling() and (output := run_packed_blocks(blocks, x, *rope)) is not None:
         return output
     ready: list[Any] = []

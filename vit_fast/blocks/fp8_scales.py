@@ -108,7 +108,7 @@ class Fp8Scales(nn.Module):
             reason = "FP8 does not support gradients: call the model within torch.no_grad()"
             raise UnsupportedInputError("a block in FP8", [reason, _HOW_TO_LEAVE])
         cached = self.cached_of(parts)
-        # the qkv matmul supports only layout "half" with tables that all heads share
+        # the folded order of q and k requires layout "half" and tables that all heads share
         shared = rope is not None and rope.layout == "half" and (rope.cos.dim() < 4 or rope.cos.shape[1] == 1)
         if cached.rope_head and not shared:
             parts.frozen = cached = FrozenFp8(attention, mlp, self.now(), 0)

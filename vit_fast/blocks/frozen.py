@@ -26,7 +26,7 @@ Weights = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias and LayerS
 class Frozen:
     """The folded linear layers of one block, for matmuls of one dtype; see `fold` in `ops/folded.py` for rope_head.
 
-    `tensors` are weight, bias and row sums of qkv, of fc1, and of fc2 if a norm precedes it; then cast proj and fc2.
+    `tensors` are weight, bias and row sums of qkv, of fc1, and of fc2 if a norm precedes it; then proj and fc2 if cast.
     """
 
     every_source = False  # see `sources`

@@ -113,7 +113,7 @@ class FusedModule(nn.Module):
         return False
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
-        """Resolves "auto" again after .to(), .cuda() and similar, because the backend depends on the device."""
+        """Resolves "auto" again after .to(), .cuda() and similar, because it depends on device and dtype."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves _apply untyped
         self.set_fused_backend(self.vit_fast_request)
         return self

@@ -15,7 +15,7 @@ class ModuleReport:
 
     name: str  # dotted name in the model; "" for the model itself
     class_name: str  # before fuse
-    part: str  # "attention", "norm + MLP" or "normalization"
+    part: str  # e.g. "attention" or "norm + MLP"
     fused: bool  # True if the module now runs a fused operator
     reasons: tuple[str, ...] = ()  # all reasons why the module was skipped
     notes: tuple[str, ...] = ()  # about a fused module
@@ -25,7 +25,7 @@ class ModuleReport:
 class FusionReport:
     """Report of fuse, which prints as a table."""
 
-    backend: str  # that "auto" resolved to: "eager", "sdpa" or "triton"
+    backend: str  # "eager", "sdpa" or "triton", as requested or resolved from "auto"
     modules: tuple[ModuleReport, ...] = ()  # in the model's order
     backend_reasons: tuple[str, ...] = ()  # why "auto" did not select triton
     precision: str | None = None  # as requested; None for the model's own
@@ -60,7 +60,7 @@ class FusionReport:
         return self
 
     def __str__(self) -> str:
-        """Formats a table; modules of several blocks share a row if class, result, reasons and notes are equal."""
+        """Formats a table; modules whose names differ only in numbers share a row if all else is equal."""
         precision = f", precision {self.precision}" if self.precision else ""
         lines = [f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.skipped)} skipped"]
         if not self.modules:

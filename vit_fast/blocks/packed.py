@@ -2,9 +2,9 @@
 
 oneDNN and MKL can pack a layer. The faster one is used, as measured on two cores for 197, 788 and 1,576 tokens:
 
-- oneDNN for bf16 and fp16, with activation and residual in the epilogue, for tanh GELU, and on CPUs from AMD, where it
-  is 2.2 times as fast in fp32 as MKL
-- MKL for fp32 on CPUs from Intel, followed by activation and residual in place
+- oneDNN for bf16 and fp16, with activation and residual in the epilogue, for tanh GELU, and on CPUs that are not from
+  Intel; in fp32 on AMD, it is 2.2 times as fast as MKL
+- MKL for all else in fp32 on CPUs from Intel, followed by activation and residual in place
 
 LayerNorm is not folded, because a LayerNorm without weight and bias is not faster on a CPU.
 """
@@ -32,8 +32,8 @@ from .parts import BlockParts, sources, tensor_of
 
 GRAPH_TOKENS = 32  # from which oneDNN Graph computes attention: 17 tokens were slower than with flash, 37 faster
 GRAPHS = 64  # shapes for which attention compiled by oneDNN Graph is cached
-# Largest size of a linear layer's output per thread; images run in groups that do not exceed it. malloc often returns
-# larger buffers to the system, and page faults took a fifth of the time of vit_tiny at batch 8 in bf16.
+# Largest size of a linear layer's output per thread. Images run in groups up to this size, or one by one. malloc often
+# returns larger buffers to the system, and page faults took a fifth of the time of vit_tiny at batch 8 in bf16.
 HIDDEN_BYTES = 2**21
 ROWS = 256  # tokens that weights are packed for; the layout supports any number: 5, 197 and 1,576 were measured
 
@@ -120,7 +120,7 @@ class Packed(Frozen):
 def run_packed(
     blocks: Sequence[Packed], x: Tensor, rope: Rope | None, keys: Keys | None, outputs: int | None = None
 ) -> Tensor:
-    """Runs consecutive blocks on [B, N, C] or [total, C]; the last one computes only `outputs` leading tokens."""
+    """Runs blocks on [B, N, C] or [total, C]; the last one computes only the first `outputs` tokens (None: all)."""
     steps = [packed.steps() for packed in blocks]  # first, because operators wait while Python runs
     parts: tuple[Tensor, ...] = (x,)
     if keys is None and (rope is None or rope.cos.ndim == 2):  # images can run in groups
@@ -152,7 +152,7 @@ def _run_block(x: Tensor, step: Any, rope: Rope | None, keys: Keys | None, outpu
 
 
 def _attend(qkv: Tensor, scale: float | None, outputs: int | None) -> Tensor:
-    """Computes attention of the first `outputs` queries (None: all) of qkv [B, N, 3, H, D], as [B, M, H * D].
+    """Computes attention of the first `outputs` queries (None: all) of qkv [B, N, 3, H, D], as [B, outputs, H * D].
 
     oneDNN Graph takes a third (bf16) to half (fp32) of the time of torch's flash kernel on two cores of an EPYC.
     """

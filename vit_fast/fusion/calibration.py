@@ -29,7 +29,7 @@ class LinearCalibration:
     """Calibration of one linear layer."""
 
     name: str  # the first name if several layers have the same input
-    method: str  # gave the range of the input: "largest", "percentile ..." or "mean squared error"
+    method: str  # by which the range of the input was selected: "largest", "percentile ..." or "mean squared error"
     smoothed: bool  # SmoothQuant moved the scale of large input channels into the weight
     error: float  # relative root mean square error of the layer's output in e4m3
 
@@ -58,19 +58,19 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
     mean squared error, with or without SmoothQuant.
 
     The scales are buffers of the blocks (`blocks.0.vit_fast_fp8.qkv` and so on). They are saved and loaded with the
-    weights, and valid for these weights only. `vit_fast.unfuse` removes them. Calibrating again replaces them; the
-    choice of layers that stay in half precision remains until the next `fuse`.
+    weights, and valid for these weights only. `vit_fast.unfuse` removes them. Calibrating again replaces them, but not
+    the choice of layers that stay in half precision (see `keep` of `fuse`).
 
     Args:
-        model: A model that `fuse` supports, fused or not, in evaluation mode, on any device and in any dtype.
-        images: Inputs of the model [B, ...], or an iterable of batches such as a DataLoader. If a batch is a tuple, its
-            first element is used. They are moved to the model's device and, if floating, to its dtype. A few dozen
-            typical images suffice. They stay in memory as long as the model, for `fuse(..., min_agreement=...)`.
+        model: A model that `fuse` supports, fused or not, in evaluation mode, in any dtype, on any device but meta.
+        images: Inputs of the model [B, ...], or an iterable of batches such as a DataLoader. If a batch is a tuple or
+            list, its first element is used. Images are moved to the model's device and, if floating, to its dtype. A
+            few dozen suffice. They stay in memory as long as the model, for `fuse(..., min_agreement=...)`.
     Returns:
         The choice for each layer.
     Raises:
         TypeError: model is not a module, or images are not tensors.
-        ValueError: there are no images, the model is in training mode, or an activation is infinite or NaN.
+        ValueError: the model is in training mode, compiled or on meta, or images or activations are invalid.
         UnsupportedInputError: no block of the model can run in e4m3; lists the reasons per block.
     """
     check_type("model", model, nn.Module)

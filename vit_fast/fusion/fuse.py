@@ -30,14 +30,14 @@ def fuse(
     model: nn.Module, backend: str = "auto", *, normalize: tuple[Sequence[float], Sequence[float]] | None = None,
     precision: str | None = None, keep: Iterable[str] | None = None, min_agreement: float | None = None,
 ) -> FusionReport:  # fmt: skip
-    """Replaces attention and LayerNorm + MLP of timm, transformers, torchvision and torch.nn models by fused operators.
+    """Replaces attention and norm + MLP of timm, transformers, torchvision and torch.nn models by fused operators.
 
     fuse changes the model in place: it sets the class of each fused module to a subclass with another forward. Modules
     keep their identity, Parameters, state_dict keys, hooks and names. Training, autocast, checkpointing, deepcopy,
     pickle, torch.export, DDP and FSDP work as before (call fuse before fully_shard). Call fuse again to change the
-    backend or normalize. A module that can no longer be fused gets its original class back.
+    backend or normalize. A module that can no longer be fused gets its original class back unless it was wrapped.
 
-    A backend that you request by name is never replaced by another one:
+    Except for export, a backend that you request by name is never replaced by another one:
 
     - A module that fuse or the backend does not support is skipped, and keeps its original forward. The report lists
       all reasons; `report.require_all()` raises an error.
@@ -48,26 +48,26 @@ def fuse(
 
     Args:
         model: Any module; all its submodules are inspected.
-        backend: "triton", "sdpa", "eager", or "auto": triton if available on a CUDA device, for fp16, bf16, and fp32
-            with TF32 or under autocast; otherwise sdpa. fuse resolves "auto", and resolves it again when the model is
-            moved or converted.
+        backend: "triton", "sdpa", "eager", or "auto": per module, triton if it supports device, head_dim and dtype
+            (fp16, bf16, or fp32 with TF32 or under autocast); otherwise sdpa. fuse resolves "auto", and resolves it
+            again when the model is moved or converted.
         normalize: (mean, std) of images in 0..1, one number per channel. The patch embedding then takes images in
             0..255, uint8 or floating, and normalizes them inside its convolution.
         precision: None means the model's precision. "fp8" runs the linear layers of blocks in e4m3, and attention in
             half precision, for inference on GPUs of compute capability 8.9 or higher. The model must be in fp16 or
-            bf16, and calibrated by `vit_fast.calibrate`. Training mode and gradients raise an error. Original forwards
-            and packed sequences run in half precision. Call fuse with None to restore the model's precision.
+            bf16, and calibrated by `vit_fast.calibrate`. Training mode and gradients raise an error. Original forwards,
+            padding masks and packed sequences run in half precision. Pass None to restore the model's precision.
         keep: With "fp8", names or patterns of linear layers that stay in half precision, e.g. `("*.mlp.fc2",)`. If
             neither keep nor min_agreement is given, the previous choice applies, which is saved with the scales.
         min_agreement: With "fp8", the required top-1 agreement on the calibration images, in (0, 1]. The most sensitive
             linear layers stay in half precision to reach it, as measured with emulated FP8.
     Returns:
-        A report with one row per module.
+        A report with one row per fused or skipped module.
     Raises:
-        ValueError: the backend or precision is unknown, normalize or keep does not fit the model, or there are
-            no calibration images for min_agreement.
-        UnsupportedInputError: the requested backend cannot run on the model's device; lists all reasons. The model
-            stays unchanged. On the meta device there is no such check.
+        ValueError: the backend or precision is unknown, normalize, keep or min_agreement does not fit the model, or
+            there are no calibration images for min_agreement. TypeError: model or keep has another type.
+        UnsupportedInputError: the model's device (unless meta) does not support the requested backend or precision, or
+            the model does not permit FP8. The model stays unchanged.
     """
     check_type("model", model, nn.Module)
     choice = None
@@ -119,7 +119,7 @@ def set_backend(model: nn.Module, backend: str) -> FusionReport:
         backend: "eager" (reference formulas), "sdpa" (torch's fused attention), "triton" (Triton kernels), or "auto";
             see fuse.
     Returns:
-        The report of fuse. It also lists blocks that run their original forward, e.g. because of active dropout.
+        The report of fuse.
     Raises:
         ValueError: the backend is unknown.
         UnsupportedInputError: "triton" cannot run the model; lists all reasons. The model stays unchanged.
@@ -137,14 +137,14 @@ def set_backend(model: nn.Module, backend: str) -> FusionReport:
 def freeze(model: nn.Module) -> tuple[str, ...]:
     """Prepares the weights of a model's blocks for inference once, instead of in every forward.
 
-    On a GPU, folds each LayerNorm into the next linear layer, which saves one launch per block: qkv, attention, proj,
-    fc1, fc2. This needs memory for a second copy of the qkv and fc1 weights, in the dtype of the matmuls (autocast's
-    dtype if called under autocast).
+    On a GPU (backend triton), folds each norm into the next linear layer, which saves at least one launch per block.
+    This needs memory for a second copy of the weights of qkv and fc1 (also of proj and fc2 if autocast casts them, and
+    of fc2 after an inner norm). Call freeze under autocast if later forwards use autocast.
 
-    On a CPU (backend sdpa), packs the linear layers with oneDNN, or with MKL for fp32 on CPUs from Intel. This needs
-    memory for a second copy of the weights of all linear layers in the blocks. On CPUs of other vendors than Intel,
-    oneDNN Graph computes attention. It compiles attention in the first forward of each input shape, which takes 5 to
-    100 ms. Under autocast, torch.compile, torch.export, tracing and torch.func, a forward runs the original modules.
+    On a CPU (backend sdpa), packs the linear layers with oneDNN, or with MKL for most fp32 layers on CPUs from Intel.
+    This needs memory for a second copy of the weights of all linear layers in the blocks. On CPUs of other vendors,
+    oneDNN Graph can compute attention. It compiles attention in the first forward of each input shape, which takes 5 to
+    100 ms. Under autocast, torch.compile, torch.export, tracing and torch.func, a forward uses the original weights.
 
     A forward in another dtype, in training mode, or with gradients uses the original weights.
 
@@ -157,7 +157,7 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
 
     Args:
         model: A model of vit_fast.fuse or create_model, in evaluation mode. Blocks with a wrapped or hooked part are
-            skipped, and blocks whose backend or dtype needs no preparation.
+            skipped, and blocks whose backend or dtype freeze does not support.
     Returns:
         The names of the frozen blocks.
     Raises:

@@ -41,7 +41,7 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
         return Finding(reasons, ["the model now takes images in 0..255, uint8 or floating, not normalized ones"])
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps bytes [B, channels, height, width] to [B, C, rows, columns]."""
+        """Maps images in 0..255, [B, channels, height, width], to [B, C, rows, columns]."""
         scale = [POWER / (255.0 * std) for std in self.vit_fast_std]
         shift = [(CENTER / 255.0 - mean) / std for mean, std in zip(self.vit_fast_mean, self.vit_fast_std)]
         channels = self.weight.float().split(1, dim=1)  # scalars per channel need no tensor on the host

@@ -1,6 +1,6 @@
 """Softmax attention of batches and packed sequences: public functions, and the operator `vit_fast::attention`.
 
-The operator takes q, k and v as three tensors, or as slices of one.
+The operator takes q, k and v as three tensors, or as one tensor that contains all three.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def attention(
 
     Args:
         q: Queries [B, H, N_q, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa). With triton, D must be
-            between 16 and 128, with stride 1; other strides are arbitrary.
+            between 16 and 128, with stride 1 in q, k and v; other strides are arbitrary.
         k: Keys [B, H, N_kv, D], with the dtype and device of q.
         v: Values, with the shape, dtype and device of k.
-        scale: Multiplier of q k^T. None means D**-0.5.
+        scale: Multiplier of q k^T, positive with triton. None means D**-0.5.
         key_mask: bool [B, N_kv], False for padding. The output of an image is 0 if its mask is all False.
-        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device and dtype of q).
+        backend: "eager", "sdpa", "triton" or "auto": triton or sdpa, chosen by device, dtype and precision settings.
     Returns:
-        [B, H, N_q, D] in q.dtype; triton accumulates in fp32. Under autocast, the output has autocast's dtype.
+        [B, H, N_q, D] in q.dtype; triton accumulates in fp32. Under autocast, autocast's dtype unless q is fp64.
     Raises:
-        ValueError: shapes, dtypes or devices do not match.
+        ValueError: shapes, dtypes or devices do not match, or the backend is unknown.
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
     Source: "Attention Is All You Need", arXiv 1706.03762, equation 1; FlashAttention-2, arXiv 2307.08691.
     """
@@ -61,7 +61,7 @@ def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str
     """Computes `attention` from the output of the qkv linear layer, without a copy.
 
     Args:
-        qkv: Output [B, N, 3, H, D] of that layer; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
+        qkv: Output of that layer as [B, N, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
         scale, backend: See `attention`, which also lists the errors.
     Returns:
         [B, N, H, D], in the dtype that `attention` returns; contiguous with triton.
@@ -87,14 +87,14 @@ def attention_varlen(
     Args:
         q, k, v: [total, H, D]; dtypes and strides as in `attention`.
         cu_seqlens: int32 [S + 1] on the device of q. Sequence i consists of tokens cu_seqlens[i] to
-            cu_seqlens[i + 1] - 1. The first element is 0, and sequences may be empty. eager and sdpa raise an error if
-            values decrease or exceed `total`. triton does not check the values, to avoid a synchronization.
-        max_seqlen: Length of the longest sequence. triton uses it only to select tile sizes.
+            cu_seqlens[i + 1] - 1. Values must start with 0, never decrease and never exceed `total`; sequences may be
+            empty. eager and sdpa check the values; triton does not, to avoid a synchronization.
+        max_seqlen: Length of the longest sequence, or more. triton uses it only to select tile sizes.
         scale, backend: See `attention`.
     Returns:
         [total, H, D], in the dtype that `attention` returns. Tokens after the last sequence are 0.
     Raises:
-        ValueError: shapes, dtypes or devices do not match, or cu_seqlens is invalid (eager and sdpa only).
+        ValueError: shapes, dtypes or devices do not match; with eager and sdpa, also if values are invalid.
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
     Source: the conventions of flash_attn_varlen_func, github.com/Dao-AILab/flash-attention.
     """
@@ -108,7 +108,7 @@ def attention_varlen_qkvpacked(
     """Computes `attention_varlen` from the output of the qkv linear layer, without a copy.
 
     Args:
-        qkv: Output [total, 3, H, D] of that layer; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
+        qkv: Output of that layer as [total, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
         cu_seqlens, max_seqlen, scale, backend: See `attention_varlen`, which also lists the errors.
     Returns:
         [total, H, D], in the dtype that `attention` returns; contiguous.
@@ -120,7 +120,7 @@ def attention_varlen_qkvpacked(
 
 
 def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Computes attention of qkv: a batch [B, N, 3, H, D] or packed sequences [(1,) total, 3, H, D]."""
+    """Computes attention of qkv [B, N, 3, H, D], or of packed qkv [total, 3, H, D] or [1, total, 3, H, D]."""
     return _attend([qkv], keys, scale, backend)
 
 
@@ -130,7 +130,7 @@ def _attend(qkv: Sequence[Tensor], keys: Keys | None, scale: float | None, backe
     cu_seqlens, max_seqlen, key_mask = keys or (None, 0, None)
     backend = resolve_backend(backend, first.device, first.dtype)
     runs_kernel = backend == "triton" and not is_exporting()
-    if runs_kernel and (len(qkv) == 3 or first.dtype is not matmul_dtype(first)):  # as SDPA under autocast
+    if runs_kernel and (len(qkv) == 3 or first.dtype is not matmul_dtype(first)):  # like SDPA under autocast
         qkv = [tensor.to(matmul_dtype(tensor)) for tensor in qkv]
     if len(qkv) == 1:
         check_dtype("qkv", first)
@@ -169,9 +169,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Drop-in replacement for torch.nn.functional.scaled_dot_product_attention, with the same signature and results.
 
-    On supported GPUs, the Triton kernel runs calls without a mask, or with a boolean padding mask that is equal for all
-    queries and heads. A mask is recognized by sizes and strides; its values are not read. torch's function runs all
-    other calls, e.g. with dropout, causal masks, grouped-query attention or torch.func, or if only MATH is allowed.
+    On supported GPUs, the Triton kernel runs calls without a mask, or with a boolean mask whose sizes or strides show
+    that it is equal for all queries and heads; its values are not read. torch's function runs all other calls: e.g.
+    with dropout, a causal mask, grouped-query attention, torch.func, fp32 without TF32, or if only MATH is allowed.
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     # torch's function runs nested tensors, subclasses such as DTensor, and torch.fx Proxies. Check the tensors first:
@@ -180,7 +180,7 @@ def scaled_dot_product_attention(
     plain = ordinary and dropout_p == 0.0 and not is_causal and not enable_gqa
     plain = plain and query.dim() == 4 and not in_transform() and not is_exporting() and _fused_sdpa_is_allowed()
     if plain and resolve_backend("auto", query.device, query.dtype) == "triton":
-        q, k, v = (tensor.to(matmul_dtype(tensor)) for tensor in (query, key, value))  # as SDPA under autocast
+        q, k, v = (tensor.to(matmul_dtype(tensor)) for tensor in (query, key, value))  # like SDPA under autocast
         key_mask = None if attn_mask is None else key_mask_of(attn_mask, q, k)
         factor = softmax_scale(q, scale)
         understood = (attn_mask is None or key_mask is not None) and not _mismatch((q, k, v), _BATCH)
@@ -237,7 +237,7 @@ def _by_sequences(
         shown = f"{bounds[:8]}{' ...' if len(bounds) > 8 else ''}"
         raise ValueError(f"cu_seqlens must start with 0, never decrease and end with at most {len(q)}, got {shown}")
     if max(lengths, default=0) > max_seqlen:
-        raise ValueError(f"max_seqlen must be at least the longest sequence, {max(lengths)}, got {max_seqlen}")
+        raise ValueError(f"max_seqlen must be at least {max(lengths)}, the longest length, got {max_seqlen}")
     outputs, start = [], 0
     for length, group in itertools.groupby(lengths):
         end = start + length * len(list(group))
@@ -294,7 +294,7 @@ def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_output(qkv: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates the output, with q's order of dimensions, and the log-sum-exps; also returns it as [B, H, N_q, D]."""
+    """Allocates and returns the output in q's order of dimensions, its view [B, H, N_q, D], and the log-sum-exps."""
     q = _heads_first(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
     memory = q.new_empty((batch, tokens, heads, head_dim), dtype=dtype)  # flattening [H, D] for proj needs no copy
@@ -310,8 +310,8 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns softmax(scale q k^T) v in the layout of q, and the base-2 log-sum-exp of each softmax, fp32 [B, H, N_q].
 
-    `qkv` is q, k and v [B, H, N, D], or one tensor [B, N, 3, H, D]; for packed sequences 3 x [total, H, D],
-    [total, 3, H, D] or [1, total, 3, H, D]. With out_factor, fp32 [1], returns output * out_factor in e4m3.
+    `qkv` contains q, k, v [B, H, N, D], or one tensor [B, N, 3, H, D]. For packed sequences: q, k, v [total, H, D], or
+    one tensor as in `attention_among`. With out_factor, fp32 [1], returns output * out_factor in e4m3.
     """
     q, k, v = _heads_first(qkv)
     out, view, lse = _new_output(qkv, None if out_factor is None else E4M3)

@@ -22,7 +22,7 @@ BACKENDS: tuple[str, ...] = ("auto", *get_args(Backend))
 MIN_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
 
-_PROBE_SHAPE = (1, 2, 40, 64)  # [B, H, N, D]: several tiles, the last one partial
+_PROBE_SHAPE = (1, 2, 40, 64)  # [B, H, N, D]; no tile size divides N
 _LONGEST_MESSAGE = 300  # in characters, because compiler output can be pages long
 
 
@@ -41,7 +41,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | Non
 
 
 def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tuple[str, ...]:
-    """Returns all reasons why "auto" does not select triton. For fp32, TF32 or autocast must be enabled."""
+    """Returns the reasons why "auto" does not select triton. For fp32, TF32 or autocast must be enabled."""
     if device.type != "cuda":  # even under Triton's interpreter; does not import triton
         place = "the CPU" if device.type == "cpu" else device.type
         return (f"triton cannot run here: tensors must be on a CUDA device, got {place}",)
@@ -58,7 +58,7 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
 
 @constant_to_compiler
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
-    """Returns all reasons why Triton kernels cannot run on this device; the first call per device runs a test kernel.
+    """Returns the reasons why Triton kernels cannot run on a device; the first call per GPU runs a test kernel.
 
     A CPU is supported only under Triton's interpreter or with the stand-in driver of `kernels/inspect/`.
     """
@@ -69,7 +69,7 @@ def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
 
 
 def fp8_reasons(device: torch.device) -> list[str]:
-    """Returns all reasons why blocks in FP8 cannot run on a device."""
+    """Returns the reasons why blocks in FP8 cannot run on a device."""
     if reasons := triton_unavailable_reasons(device):
         return list(reasons)
     from ..kernels.device import gpu_of
@@ -82,7 +82,7 @@ def fp8_reasons(device: torch.device) -> list[str]:
 
 
 def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Returns all reasons why kernels with matmuls of this dtype cannot run on a device."""
+    """Returns the reasons why kernels with matmuls of this dtype cannot run on a device."""
     reasons = list(triton_unavailable_reasons(device))
     if reasons or dtype != torch.float32 or interpreter_is_active() or _tf32_is_allowed():
         return reasons

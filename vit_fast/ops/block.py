@@ -3,7 +3,7 @@
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-One kernel folds the norms into the weights of qkv and fc1, unless `folded.py` has already done so. For drop path, run
+A kernel folds the norms into the weights of qkv and fc1, unless `folded.py` has already done so. For drop path, run
 one half with residual=False, and compute x + drop_path(output).
 
 A block with half-precision x passes LayerNorm statistics of its output, fp32 [M, 2, row_parts(C)], to the next block.
@@ -59,21 +59,21 @@ def fused_block(
     """Runs a block or one of its halves; optionally reuses and returns LayerNorm statistics and tokens in e4m3.
 
     Args:
-        x: [B, N, C], or [..., C] for the MLP half alone; fp32, fp16 or bf16.
-        statistics: LayerNorm statistics of x from the previous block; computed if None.
+        x: [B, N, C], or [..., C] for the MLP half alone; fp32 (not in FP8), fp16 or bf16.
+        statistics: LayerNorm statistics of x from the previous block; computed if None, not used if x is fp32.
         tensors: The parameters, in fp32 or the dtype of the matmuls (`registration.matmul_dtype`); or the result of
-            `fold`, without gradients. A half whose parameters are None is skipped.
+            `fold` for a whole block, without gradients. A half whose parameters are None is skipped.
         eps, norm: Epsilons and kind of norm1 and norm2. inner_norm: kind and epsilon of a norm before fc2.
         residual: True adds x to the branch; must be True for a whole block.
         next_statistics: True to return LayerNorm statistics of the output, for the next block.
-        x8: x times qkv_factor in e4m3 from the previous block, for a block in FP8; computed if None.
+        x8: x times qkv_factor in e4m3 from the previous block, for FP8; computed if it or statistics is None.
         next_factor: The qkv_factor of the next block if that block reads e4m3.
     Returns:
         The output, with x's shape; its LayerNorm statistics or None; and the output times next_factor in e4m3 or None.
         With residual, the output is fp32 if x is fp32, else in the dtype of the matmuls; without residual, see
         `_output_dtype`. The statistics are None unless next_statistics and residual are True and x is half precision.
     Raises:
-        UnsupportedInputError: the kernels cannot run this input; lists all reasons.
+        ValueError: qk_norm, rope or keys is invalid. UnsupportedInputError: the kernels cannot run this input.
     """
     dtype = matmul_dtype(x)
     if x.dtype not in (torch.float32, dtype):  # do not cast fp32 x: under autocast, the residual stream is fp32

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class BlockSettings(NamedTuple):
-    """Non-tensor arguments of a block: eight numbers, then strings and flags. See `fused_block` in `block.py`."""
+    """Non-tensor arguments of `fused_block`: eight numbers, then the values that `text_of` encodes."""
 
     heads: int
     scale: float  # multiplier of q k^T
@@ -34,7 +34,7 @@ class BlockSettings(NamedTuple):
     activation: str
     qk_norm: str  # kind of the norms of q and k, or "none"
     over: str  # see `QkNorm`
-    layout: str  # see `Rope`
+    layout: str  # see `Rope` and `interleave`
     inner_norm: str  # kind of the norm before fc2, or "none"
     residual: bool
     next_statistics: bool
@@ -187,7 +187,7 @@ def _parameter_gradients(
     t: BlockTensors, linears: dict[str, NormedLinear], sums: dict[str, Tensor], parts: dict[str, Tensor],
     pairs: dict[str, tuple[Tensor, Tensor]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the gradients by name, of the linear layers after a norm (`linears`) and of the others."""
+    """Returns the gradients of the parameters by name. `linears` are the linear layers that follow a norm."""
     from ..kernels.linear.weight_gradients import FoldedMatmul, ResidualMatmul, parameter_gradients
 
     matmuls = [FoldedMatmul(parts[name], sums[name], layer) for name, layer in linears.items()]
@@ -215,7 +215,7 @@ def _parameter_gradients(
 
 
 def block_flop(x: Sequence[int], tensors: Sequence[Any], s: BlockSettings) -> tuple[int, int]:
-    """Returns the FLOP of the linear layers and of the attention in a forward, from the shapes of x and the tensors."""
+    """Returns the FLOPs of the linear layers and of attention in a forward, from the shapes of x and the tensors."""
     t, qk, *_ = tensors_of(tensors, s)
     tokens, width, matmuls, attention = math.prod(map(int, x[:-1])), int(x[-1]), 0, 0
     if t.qkv_weight is not None:

@@ -37,7 +37,7 @@ class QkNorm(NamedTuple):
     """The norms of q and k.
 
     Attributes:
-        q, k: Norms of equal kind and epsilon. Weight and bias have shape [D] if `over` is "head", [H D] if "width".
+        q, k: Norms of equal kind and epsilon. Weight and bias have shape [D] if `over` is "head", [H * D] if "width".
         over: "head" normalizes each head, "width" all heads of a token together.
     """
 
@@ -50,8 +50,8 @@ class Rope(NamedTuple):
     """Rotary embeddings: each pair (a, b) of channels of q and k becomes (a cos - b sin, b cos + a sin).
 
     Attributes:
-        cos, sin: [T, d], [B, T, d] or [B or 1, H or 1, T, d] in any floating dtype, with T = N - prefix. d is D/2 with
-            one value per pair (faster), or D with equal values for both channels of a pair.
+        cos, sin: [T, d], [B, T, d] or [B or 1, H or 1, T, d] with T = N - prefix; fp32, fp16 or bf16 (also fp64 with
+            eager and sdpa). d is D/2 with one value per pair (faster), or D with equal values for both channels.
         prefix: Number of leading tokens that are not rotated (class token, registers).
         layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
     """

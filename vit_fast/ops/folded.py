@@ -1,8 +1,8 @@
 """Parameters of a block for inference: norms folded into the weights, which may be rounded to e4m3.
 
-With scales s from `vit_fast.calibrate`, a block without qk-norm takes five launches. A kernel that writes the residual
-stream x also writes LayerNorm statistics and x8 = x / s in e4m3. With the weight W8 and its scales `rows` from
-`reference.fp8_weight`, qkv and fc1 compute
+With scales s from `vit_fast.calibrate`, qkv, attention, proj, fc1 and fc2 take one launch each. A kernel that writes
+the residual stream x also writes LayerNorm statistics and x8 = x / s in e4m3. With the weight W8 and its scales `rows`
+from `reference.fp8_weight`, qkv and fc1 compute
 
     z = rstd (rows (x8 W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(rows W8 / s)
 
@@ -34,7 +34,7 @@ def fold(
     tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm", rope_head: int = 0, inner_norm: str = "none",
     scales: BlockScales | None = None,
 ) -> BlockTensors:  # fmt: skip
-    """Folds the norms of a block into the weights of qkv, fc1 and, with a norm inside the MLP, fc2.
+    """Folds the norms of a block into the weights of qkv, fc1 and, after an inner norm, fc2.
 
     The folded weights are not updated when the parameters change, and have no gradients. If rope_head is head_dim D,
     channels j and j + D/2 of q and k become adjacent; then pass the result of `interleave` to `fused_block`.
@@ -92,7 +92,7 @@ def _check_fp8(tensors: BlockTensors, scales: BlockScales, dtype: torch.dtype) -
         if width % _DIVISOR:
             reasons.append(
                 f"the input width of {name} must be a multiple of {_DIVISOR} in FP8, got {width} "
-                f"(scales.{name}=None keeps it in half precision)"
+                "(to keep it in half precision, use keep of vit_fast.fuse)"
             )
     if reasons:
         raise UnsupportedInputError("a block in FP8", reasons)

@@ -1,4 +1,4 @@
-"""Eager PyTorch functions for all operators, in any floating dtype up to fp64: the reference for every backend."""
+"""Eager PyTorch functions in fp16, bf16, fp32 and fp64: the reference for every backend."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
     """
     value = (x.double() / scale.double()).clamp(-E4M3_MAX, E4M3_MAX)
-    exponent = torch.frexp(value).exponent.clamp(min=-5)  # value < 2^exponent
+    exponent = torch.frexp(value).exponent.clamp(min=-5)  # |value| < 2^exponent
     step = torch.ldexp(torch.ones_like(value), exponent - 4)
     return (value / step).round() * step
 
@@ -139,7 +139,7 @@ def fp8_block(
 ) -> Tensor:  # fmt: skip
     """Computes `fused_block` in FP8 with the unquantized parameters `tensors`; fp64 x gives the reference.
 
-    `linear` is called for qkv, proj, fc1, gate and fc2, in this order.
+    `linear` is called for qkv, proj, fc1, the gate if there is one, and fc2, in this order.
     """
     t = tensors
     first = Norm(t.norm1_weight, t.norm1_bias, eps[0], norm)

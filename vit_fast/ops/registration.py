@@ -4,8 +4,8 @@
 or a tensor subclass intercepts it. The implementation runs through a launch plan (`kernels/plan.py`): later calls with
 the same signature replay the launches and skip all checks.
 
-An operator may take at most one list of tensors. `text_of` encodes strings, flags and dtypes as one string. Numbers are
-separate arguments, because torch.compile may trace them.
+An operator may take at most one list of tensors. `text_of` encodes constants as one string. Numbers that torch.compile
+may trace are separate arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..errors import UnsupportedInputError
 
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 CACHED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Cached weights (`Frozen` in `blocks/frozen.py`) by the address of their first tensor."""
+"""Cached weights (`Frozen` in `blocks/frozen.py`) by the address of their first tensor; by id if they have none."""
 _LIBRARY = torch_library.Library("vit_fast", "FRAGMENT")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -131,7 +131,7 @@ def operator(
     _LIBRARY.impl(name, dispatch, "Autograd", with_keyset=True)
 
     def call(*args: Any) -> Any:
-        if in_transform():  # forward-mode AD would silently take tangents for 0
+        if in_transform():  # forward-mode AD would silently treat tangents as 0
             reason = "the call must be outside of torch.func transforms and forward-mode AD: use backend='eager'"
             raise UnsupportedInputError(f"{what} with backend='triton'", [reason])
         return registered(*args)
@@ -183,7 +183,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 @constant_to_compiler
 def is_exporting() -> bool:
-    """True during torch.export or torch.jit.trace: where the result runs, vit-fast's operators do not exist."""
+    """True during torch.export or torch.jit.trace, whose results must run without vit-fast's operators."""
     # torch.compile in torch 2.11 replaces torch.compiler.is_exporting() by True
     return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 
@@ -198,7 +198,7 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 
 @constant_to_compiler
 def text_of(*words: Any) -> str:
-    """Encodes strings, flags and dtypes as one argument of an operator."""
+    """Encodes strings, flags, dtypes and tuples of numbers as one argument of an operator."""
     return _text(words)
 
 
@@ -207,7 +207,7 @@ _text = functools.lru_cache(4096)(functools.partial(json.dumps, default=str))
 
 @functools.lru_cache(4096)
 def words_of(text: str) -> tuple[Any, ...]:
-    """Restores the arguments of `text_of`, with dtypes as text."""
+    """Restores the arguments of `text_of`, with dtypes as text and tuples as lists."""
     return tuple(json.loads(text))
 
 

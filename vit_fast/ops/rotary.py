@@ -2,8 +2,8 @@
 
 Operators: `vit_fast::qk_norm_rope` and its backward. In a block, `qkv_step` selects what runs norms and rotation:
 - The epilogue of the qkv matmul. For rotation, all heads must share the tables, and the channels of a pair must be
-  adjacent in the folded weight. For norms, `over` must be "head", the dtype half precision and head_dim 64 or 128,
-  and no backward may follow.
+  adjacent in the folded weight. For norms, `over` must be "head", the dtype half precision (not FP8) and head_dim 64
+  or 128, and no backward may follow.
 - Otherwise a separate kernel, in place if possible.
 """
 
@@ -65,7 +65,7 @@ def qk_norm_rope(
     Returns:
         A new tensor of the same shape and dtype.
     Raises:
-        ValueError: shapes do not match, or a name in qk_norm or rope is unknown.
+        ValueError: shapes do not match, or qk_norm, rope or the backend is invalid.
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
     Source: arXiv 2104.09864 (rotary embeddings), 2302.05442 (qk-norm).
     """
@@ -155,7 +155,7 @@ def _backward(
 
 
 def norm_gradients(sums: Tensor | None, tensors: QkTensors) -> dict[str, Tensor]:
-    """Returns the gradients of the norms' parameters by name; `sums` is fp32 [2 (q, k), 2 (weight, bias), D or H D]."""
+    """Returns the gradients of the norms' parameters by name; `sums` is fp32 [q or k, weight or bias, D or H * D]."""
     if sums is None:
         return {}
     parameters = zip(QkTensors._fields, tensors, sums.flatten(0, 1))
@@ -232,7 +232,7 @@ def qkv_step(
     """Builds a `QkvStep` for images of `tokens` tokens from the results of `operator_arguments`.
 
     If `is_folded` and the layout is still "half", pairs are not adjacent in the weight: the matmul does not rotate.
-    norm_dtype is the dtype of the matmul, or None if its epilogue must not normalize, e.g. before a backward.
+    norm_dtype is the dtype of the matmul, or None if its epilogue must not normalize: before a backward, and in FP8.
     """
     from ..kernels.matmul.matmul_launch import HeadStep
     from ..kernels.matmul.matmul_policy import NORMED_HEADS

@@ -1,1 +1,1 @@
-"""Number formats of eight bits: observers, scales, and FP8 blocks."""
+"""8-bit number formats: observers, scales, and FP8 blocks."""

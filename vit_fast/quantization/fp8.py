@@ -1,7 +1,7 @@
 """`fuse(model, precision="fp8")`: selects the blocks that run in e4m3, and the layers that stay in half precision.
 
 Calibration and selection run emulated FP8: a copy of the model that shares its tensors, on any device. Its blocks run
-the e4m3 reference instead of the kernels, in fp32. Everything else runs as in the model.
+the e4m3 reference instead of the kernels, in fp32. All other modules run in the model's dtype, with sdpa if fused.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class EmulatedBlock:
 
     Attributes:
         scales: Scales of the layers that are rounded; None for the others.
-        observe: Called with a name of LINEARS and the input of that layer, fp32 [B, N, K].
+        observe: Called with a name of LINEARS and the layer's input (of qkv and fc1: before the norm), fp32 [B, N, K].
         name: The block's name in its model.
         linears: Names of the modules that form each of LINEARS: e.g. q, k and v if separate, or fc1 and its gate. The
-            projection of a MultiheadAttention is called `in_proj`.
+            input projection of a MultiheadAttention is called `in_proj`.
     """
 
     emulated = True
@@ -109,7 +109,7 @@ def _wide(tensor: Tensor | None) -> Tensor | None:
 def emulate(copied: nn.Module) -> tuple[list[EmulatedBlock], dict[str, str]]:
     """Makes blocks of a fused copy run the reference if the kernels could run them as one operator.
 
-    Returns these blocks in the model's order, at first with no layer rounded, and by name why the others were skipped.
+    Returns these blocks in the model's order, with no layer rounded yet, and why others were skipped, by name.
     """
     found, skipped = [], {}
     names = {module: name for name, module in copied.named_modules()}
@@ -200,7 +200,7 @@ def unable_reasons(device: torch.device, dtype: torch.dtype | None) -> list[str]
 
 
 def check_request(model: nn.Module, backend: str, precision: str | None) -> None:
-    """Raises an error with all reasons if the model cannot run in e4m3. Changes nothing."""
+    """Raises an error if the model or the arguments do not permit e4m3. Changes nothing."""
     if precision is None:
         raise ValueError("keep and min_agreement require precision='fp8', got precision=None")
     check_choice("precision", precision, (None, "fp8"))
@@ -250,7 +250,7 @@ def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_
     for name, layer in required:
         kept[name][layer] = "required by min_agreement"
     count = sum(map(len, images))
-    note = f"top-1 agreement of {agreement:.1%} on {count} calibration images, computed by the reference"
+    note = f"top-1 agreement of {agreement:.1%} on {count} calibration images, measured with emulated FP8"
     return Choice(kept, skipped, (note,))
 
 
@@ -276,7 +276,7 @@ def _kept_by_name(blocks: Sequence[EmulatedBlock], keep: Iterable[str]) -> dict[
 
 @torch.no_grad()
 def switch(model: nn.Module, choice: Choice | None) -> None:
-    """Switches exactly these blocks of a fused model to e4m3. On an error, some attributes may have changed."""
+    """Switches the blocks of `choice` to e4m3, and all others back. On an error, some attributes may have changed."""
     owners = [(name, block, own) for name, block in model.named_modules() if (own := scales_of(block)) is not None]
     before = [(own.kept, own.kept.clone()) for _, _, own in owners]
     try:

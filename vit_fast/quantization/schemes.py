@@ -1,7 +1,7 @@
 """8-bit number formats, for the kernels and for ONNX files: observed ranges, scale, rounding, and their selection.
 
 int8, uint8        x ~ s (x_q - z), z = 0 for int8; weights are int8 with one scale per output channel
-e4m3               x ~ s x_q, s = max |.| / 448, for the kernels rounded up to a power of two, one scale per tensor
+e4m3               x ~ s x_q, s = max |.| / 448; for the kernels, s of an activation is rounded up to a power of two
 
 Ranges come from calibration images: "largest" covers every element, "percentile" clips the largest ones, and "mean
 squared error" minimizes |x - Q(x)|^2. The caller selects the range with the smallest error of the matmuls that read
@@ -78,7 +78,7 @@ class Observer:
         return True
 
     def seen(self) -> Observation:
-        """Returns the observation of all images so far, at least one."""
+        """Returns the observation of all images so far; requires at least one image."""
         return Observation(self._low, self._high, np.concatenate(self._tokens))
 
     def _sample(self, rows: np.ndarray, largest: int, by_chance: int) -> np.ndarray:
@@ -89,7 +89,7 @@ class Observer:
 
 @dataclass(frozen=True)
 class Scheme:
-    """An 8-bit number format. For the kernels, scales of e4m3 are powers of two, which fp16 and bf16 represent."""
+    """An 8-bit number format. For the kernels, scales of e4m3 are powers of two, which are exact in fp16 and bf16."""
 
     kind: Literal["int8", "uint8", "e4m3"]
     power_of_two: bool = False
@@ -118,7 +118,7 @@ class Scheme:
         return np.asarray(np.exp2(np.rint(np.log2(scale)))) if self.kind == "e4m3" else scale
 
     def rounded(self, x: np.ndarray, limits: Range) -> np.ndarray:
-        """Returns x, quantized to this range and back, in fp32."""
+        """Returns x, quantized to this range and dequantized, in fp32."""
         scale, zero = self.grid(limits)
         if self.kind == "e4m3":
             inside = torch.from_numpy(np.clip(x / scale, -E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
@@ -127,7 +127,7 @@ class Scheme:
         return np.asarray((np.clip(np.rint(x / scale) + zero, least, most) - zero) * np.float32(scale))
 
     def rounded_weight(self, weight: np.ndarray) -> np.ndarray:
-        """Returns a weight [C, F], quantized and back, in fp32."""
+        """Returns a weight [C, F], quantized and dequantized, in fp32."""
         weight = weight.astype(np.float32)
         peaks = np.abs(weight).max(axis=0)
         if self.kind == "e4m3":
@@ -136,7 +136,7 @@ class Scheme:
         return np.asarray(np.clip(np.rint(weight / scales), -127, 127) * scales)
 
     def ranges(self, seen: Observation) -> list[Range]:
-        """Returns ranges to try for an activation, the widest first; keeps the first method's range per scale."""
+        """Returns ranges to try for an activation, widest first; for equal scales, only that of the first method."""
         low, high = min(float(seen.low.min()), 0.0), max(float(seen.high.max()), 0.0)
         candidates = [Range(low, high, "largest")]
         for percent in PERCENTILES:

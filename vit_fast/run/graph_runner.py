@@ -35,10 +35,10 @@ class GraphStats:
     """Counters of a `GraphRunner`."""
 
     graphs: int = 0  # captured
-    hits: dict[int, int] = field(default_factory=dict)  # runs per budget; a call may need several
+    hits: dict[int, int] = field(default_factory=dict)  # runs per size; a call may need several
     tokens: int = 0  # of images in these runs
     padding: int = 0  # padding tokens in these runs
-    fallbacks: int = 0  # calls that ran eagerly
+    fallbacks: int = 0  # calls that ran eagerly because of their inputs or a change of the model
 
     @property
     def padding_share(self) -> float:
@@ -51,7 +51,7 @@ class GraphRunner:
 
     With an example, the sizes are batch sizes of images of one shape. With budgets, they are numbers of tokens: images
     of any sizes are packed into the budgets by first-fit decreasing. The rest of a budget is padding, a separate
-    sequence that no image attends to. Positions, windows and sequence lengths are computed on the host.
+    sequence that no image attends to. Positions, windows and sequence lengths are computed outside of the graph.
 
     A call copies its images into the buffers of the smallest size that fits, replays the graph, and copies the outputs.
     If the images do not fit into one graph, several graphs run in sequence. Calls from several threads or streams are
@@ -59,7 +59,7 @@ class GraphRunner:
 
     The model is frozen (`vit_fast.freeze`), so that replays do not fold weights, and captured in evaluation mode
     without gradients. In-place updates of its parameters take effect at the next call if torch tracks them, otherwise
-    after refresh(). A call raises an error under autocast, after hooks were added, and after modules, forwards,
+    after refresh(). No graph runs a call under autocast, after hooks were added, or after modules, forwards,
     parameters, buffers or settings of fused blocks were replaced or moved. FP8 scales must not change.
 
     Args:
@@ -76,9 +76,9 @@ class GraphRunner:
         fallback: "error" raises an error for a call that no graph can run; "eager" runs it without a graph. Without a
             CUDA device, budgets run eagerly with the same packing and padding; an example needs "eager".
     Raises:
-        ValueError: the example, the batch sizes or the budgets are invalid.
-        UnsupportedInputError: the model or the example is not on a CUDA device or the model has hooks, and fallback
-            is "error"; the first axis of an output is not the batch; or the tower cannot be packed. Lists all reasons.
+        ValueError: an argument is invalid.
+        UnsupportedInputError: with an example and fallback "error", no graph can run the model (e.g. on the CPU or with
+            hooks); the first axis of an output is not the batch; or, with budgets, the tower cannot be packed.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class GraphRunner:
         """Updates the frozen weights, also after changes that torch does not track (`.data`, other libraries).
 
         Raises:
-            RuntimeError: parameters were replaced or moved after the capture.
+            RuntimeError: the model changed in a way that the graphs do not support, e.g. parameters were moved.
         """
         if self.captured and (change := self._watched.change(self)):
             raise RuntimeError(change)

@@ -23,15 +23,15 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotun
 def compile(
     model: nn.Module, mode: CompileMode = "default", *, dynamic_batch: bool = False, fullgraph: bool = True
 ) -> nn.Module:
-    """Compiles a Vision Transformer (of vit-fast, fused, or any other) to one graph without graph breaks.
+    """Compiles a Vision Transformer (of vit-fast, fused, or any other), by default without graph breaks.
 
     Args:
         model: The model; its parameters are shared, not copied.
         mode: "default" compiles fastest. "reduce-overhead" replays CUDA graphs; this helps for small batches, where
             launching kernels takes longer than running them. Each call overwrites the outputs of the previous one.
-            "max-autotune" also times candidates for every matmul, which takes minutes. "max-autotune-no-cudagraphs"
-            does so without CUDA graphs, so that GraphRunner can capture the model. To measure the gain, run
-            `vit-fast bench --candidates sdpa,sdpa+compile`; benchmarks/results contains records.
+            "max-autotune" does the same, and times candidates for matmuls, which takes minutes.
+            "max-autotune-no-cudagraphs" times them too, but without CUDA graphs, so that GraphRunner can capture the
+            model. To measure the gain, run `vit-fast bench --candidates sdpa,sdpa+compile`.
         dynamic_batch: True compiles one graph for all batch sizes from 2, and one for size 1, instead of one graph per
             size. The first axis of all inputs must be the batch.
         fullgraph: True raises an error for a graph break.
