@@ -1,6 +1,6 @@
 """Activation functions of the MLP and their derivatives, computed in fp32.
 
-Exact GELU is x Phi(x), where Phi is the standard normal CDF. fp32 results use erf; fp16 and bf16 results use
+Exact GELU is x Phi(x), where Phi is the standard normal CDF. fp32 results use erf; results in other dtypes use
 
     Phi(x) = 1 / (1 + exp(-x P(|x|)))
 

@@ -1,4 +1,4 @@
-"""GPU properties that the launch policies use: architecture, multiprocessors, tensor cores and number formats."""
+"""GPU properties that the launch policies use, derived from the architecture and the number of multiprocessors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Gpu:
     sm_count: int  # streaming multiprocessors
 
 
-# An H200. Launch policies use this GPU for CPU and meta tensors, e.g. in the interpreter and the static checks.
+# An H200. Launch policies use this GPU for CPU and meta tensors if `stand_in` is None, e.g. in the interpreter.
 REFERENCE_GPU = Gpu("sm_90", 132)
-stand_in: Gpu | None = None  # replaces REFERENCE_GPU if not None; set by inspect/stand_in_driver.py
+stand_in: Gpu | None = None  # replaces REFERENCE_GPU if not None; set by offline.py and stand_in_driver.py of inspect/
 
 
 def gpu_of(device: torch.device) -> Gpu:
@@ -57,7 +57,7 @@ def matrix_instruction(arch: str) -> str:
 
 
 def matmul_kind(dtype: torch.dtype) -> str:
-    """Returns the number format of matmuls with operands of a dtype: "half", "fp8" (e4m3), or "tf32" for fp32."""
+    """Returns the name of an operand dtype in the launch policies: "half", "fp8" (e4m3), or "tf32" (fp32)."""
     if dtype == torch.float8_e4m3fn:
         return "fp8"
     return "half" if dtype.itemsize == 2 else "tf32"

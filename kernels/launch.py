@@ -4,7 +4,7 @@ Building a `Launch` requires no GPU and accepts meta tensors. So `inspect/offlin
 `Launch.run` launches.
 
 Arguments that belong together may form a tuple, e.g. the parameters of a layer. Triton (3.6, 3.7) supports no tensor
-descriptors in tuples, specializes on their integers even with do_not_specialize, and cannot compare tuples with None.
+descriptors in tuples, specializes on integers in tuples despite do_not_specialize, and cannot compare tuples with None.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Launch:
 
     kernel: Any  # decorated with `triton.jit`
     grid: tuple[int, ...]  # programs along one to three axes
-    args: Mapping[str, Any]  # by name: tensors, tensor descriptors, numbers, None if absent; or tuples of these
+    args: Mapping[str, Any]  # by name: tensors, descriptors, numbers, None if absent; or tuples (see above)
     constants: Mapping[str, Any]  # compile-time arguments (`tl.constexpr`) by name
     num_warps: int = 4
     num_stages: int = 2

@@ -1,14 +1,14 @@
 """LayerNorm statistics, and the input of a linear layer with the LayerNorm folded in (`folding.py`).
 
-The kernel that writes x [M, C] also writes partial statistics of each row (`row_parts.py`). The kernel that reads x
-combines them (Chan, Golub and LeVeque, 1983). If another operator wrote x, a separate kernel computes the statistics.
+If possible, the kernel that writes x [M, C] also writes partial statistics of each row (`row_parts.py`). Otherwise, a
+separate kernel computes them. The kernel that reads x combines them (Chan, Golub and LeVeque, 1983).
 
 Two special cases (W'', s, c and z: see `folding.py`):
 - fp32 x: either the whole model is fp32, or autocast runs the matmuls in fp16 or bf16 but leaves the residual stream in
   fp32. Rounding x to the matmul dtype loses precision if |mean| is larger than the standard deviation. Also, x may
   overflow fp16. So a separate kernel first writes n = (x - mean) rstd in the matmul dtype, and z = n W''^T + c.
 - Constant rows in fp16 or bf16: the variance is 0, so rstd = 1 / sqrt(eps) would amplify the rounding error of
-  x W''^T - mean s, which is exactly 0 in real arithmetic. A negative rstd marks a constant row. The forward uses
+  x W''^T - mean s, whose exact value is 0. A negative rstd marks a constant row. The forward uses
   max(rstd, 0), so z = c, as LayerNorm defines. The backward multiplies by |rstd|, except in the weight gradient, where
   |rstd| would amplify cancellation errors (`gradient_epilogues.py`).
 
@@ -218,7 +218,7 @@ def _normalize_kernel(
 
 
 def chunk(width: int) -> tuple[int, int]:
-    """Returns (BLOCK_C, ROWS): columns per iteration and rows per program, for kernels that reduce each row."""
+    """Returns (BLOCK_C, ROWS): columns per iteration and rows per program, for kernels that loop over columns."""
     block = min(triton.next_power_of_2(width), _MAX_CHUNK)
     return block, max(1, 4096 // block // 2)
 

@@ -12,10 +12,10 @@ kernels on the current stream. Tensor maps (encoded TMA descriptors) are cached 
 
 The function may allocate tensors, create views, launch kernels, and call torch operators, which a replay calls again. A
 function that uses a tensor from outside, or returns anything but tensors, cannot be planned and runs in every call.
-Buffers that only kernels use share one allocation, and overlap if their live ranges are disjoint. So a kernel must
+Buffers that only kernels use share one allocation, and may overlap if their live ranges are disjoint. So a kernel must
 never read buffer memory that no kernel has written before.
 
-Under Triton's interpreter and with launch hooks, functions run without plans.
+Under Triton's interpreter, with launch hooks and with debug options, functions run without plans.
 
 The recorder maps tensor objects, not addresses, to values, because several values may have the same address.
 """

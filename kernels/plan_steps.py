@@ -215,7 +215,7 @@ class LaunchPlan:
     buffers: tuple[tuple[Sequence[int], Sequence[int], torch.dtype], ...]  # shape, strides and dtype
     steps: list[tuple[Step, list[int]]]  # each with the numbers of the values to free after it
     outputs: tuple[tuple[int, View | None], ...]  # number of a value, and the view unless the output is the value
-    single: bool  # the result is one tensor, not a tuple
+    single: bool  # the result is one tensor, not a sequence
     kernels: tuple[Any, ...]
 
     def replay(self, values: Values, addresses: list[int]) -> Any:

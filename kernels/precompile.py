@@ -106,7 +106,7 @@ def compile_all(requests: Sequence[Request], progress: Progress | None = None) -
         requests: The result of `collect`.
         progress: Called with (number of finished kernels, number of all kernels).
     Raises:
-        RuntimeError: a kernel does not compile; the message contains triton's error.
+        RuntimeError: a kernel does not compile (with the end of triton's error), or a process ended early.
     """
     compiled = here = 0
     tell = progress if progress is not None else lambda done, total: None
@@ -130,7 +130,7 @@ def _processes(kernels: int) -> int:
 
 
 def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
-    """Compiles kernels in several processes that run `serve`; yields True for each one that was not cached."""
+    """Compiles kernels in several processes that run `serve`; yields per kernel True if it was not cached."""
     if not requests:
         return
     count = _processes(len(requests))

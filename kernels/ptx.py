@@ -1,15 +1,15 @@
-"""PTX instructions that Triton does not provide, each with a substitute for Triton's interpreter.
+"""PTX instructions for the kernels. Triton's interpreter skips them or uses a substitute.
 
 Programmatic dependent launch: a kernel starts before the previous kernel in the same stream has ended. With small
 batches, launching a kernel and loading weights takes as long as the computation. A kernel with DEPENDENT may start when
-every program of the previous kernel has called `wait_for_previous` or ended. Before its own call of
-`wait_for_previous`, a kernel only computes addresses and prefetches weights into L2, which is safe even if an
-earlier kernel is still writing them. Each kernel waits before it lets the next one start. So when `wait_for_previous`
-returns, all earlier kernels have ended, not only the previous one.
+every program of the previous kernel has ended or, if that kernel has DEPENDENT too, returned from `wait_for_previous`.
+Before it calls `wait_for_previous`, a kernel only computes addresses and prefetches weights into L2, which is safe even
+if an earlier kernel is still writing them. Each kernel waits before it lets the next one start. So when
+`wait_for_previous` returns, all earlier kernels have ended, not only the previous one.
 
-e4m3 (4 exponent bits, 3 mantissa bits): x8 = e4m3(x / scale). The kernel that computes the input of an FP8 linear layer
-also rounds this input. Kernels multiply by reciprocal scales: divisions would add 8 % to the instructions of the
-longest epilogue.
+e4m3 (4 exponent bits, 3 mantissa bits): an FP8 linear layer reads x8 = e4m3(x / scale). The kernel that computes x or
+its LayerNorm statistics also writes x8. Kernels multiply by reciprocal scales, which they call `out_scale` or `o_scale`
+(`vit_fast.ops`: `*_factor`), because divisions would add 8 % to the instructions of the longest epilogue.
 
 Sources: CUDA C++ Programming Guide, Programmatic Dependent Launch; PTX ISA, griddepcontrol (sm_90 and newer); FP8
 Formats for Deep Learning, arXiv 2209.05433.
@@ -60,7 +60,7 @@ def prefetch_rows(pointer, row, first, last, rows, columns, ROWS: tl.constexpr, 
 def rounded(value, DTYPE: tl.constexpr):
     """Rounds an fp32 tile to DTYPE. For bf16, PTX converts two values per instruction.
 
-    The compiler would convert one value per instruction if the fp32 tile is used again.
+    Triton's own conversion takes one instruction per value if the fp32 tile is used again.
     """
     if _INTERPRETED or DTYPE != tl.bfloat16:
         return value.to(DTYPE)
@@ -83,7 +83,7 @@ def in_layout_of(tile, anchor):
 
 @triton.jit
 def to_e4m3(value):
-    """Rounds fp32 to e4m3, with ties to even; saturates at 448 and preserves NaN.
+    """Rounds fp32 to e4m3. On a GPU, ties round to even, values saturate at 448, and NaN is preserved.
 
     Uses inline PTX, because Triton's conversion truncates to fp16 first on sm_89, and Triton does not document whether
     the conversion saturates.

@@ -1,7 +1,7 @@
 """qk-norm and rotary embeddings on packed qkv [B, N, 3, H, D], forward and backward, for any even D.
 
 Let n be a normalized head (or all heads of a token), w and b the weight and bias of the norm, and y = n w + b. Each
-pair of channels (y_1, y_2) is rotated by an angle that depends on the pair and the token:
+pair of channels (y_1, y_2) is rotated by an angle, given as tables of cos and sin:
 
     out_1 = y_1 cos - y_2 sin,  out_2 = y_2 cos + y_1 sin
 
@@ -10,11 +10,11 @@ dout rotated by the opposite angle. With dn = dy w, and means over the channels 
 
     dx = rstd (dn - mean(dn) - n mean(dn n)),  dw = sum dy n,  db = sum dy
 
-For RMSNorm, mean(dn) is omitted. The backward recomputes n from x. Each program sums dw and db over its own tokens, and
+For RMSNorm, mean(dn) is omitted. The backward recomputes n from x. Each program sums dw and db over its own heads, and
 torch adds the sums of all programs. The order is fixed, so results are deterministic.
 
-A program processes ROWS heads as two tiles [ROWS, BLOCK]: the first and the second channel of each pair. The kernels
-also copy v, unless they work in place.
+A program processes ROWS heads at once as two tiles [ROWS, BLOCK]: the first and the second channel of each pair. The
+kernels also copy v, unless they work in place.
 
 Source: arXiv 2104.09864, 2302.05442; differentiation of the formulas above.
 """
@@ -32,7 +32,7 @@ from torch import Tensor
 from .device import gpu_of
 from .launch import Launch, ceil_div
 
-_TILE = 1024  # elements per tile; larger tiles if a norm spans all heads
+_TILE = 1024  # elements per tile, unless a norm spans all heads
 _NONE = (None, None)
 
 
@@ -146,7 +146,7 @@ def _qk_norm_rope_kernel(
     image_rows, head_rows,  # strides of images and heads in the tables, in rows; 0 if shared
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of rows and pairs in the tables, in elements
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr,
-    SEPARATE: tl.constexpr,  # channels of a pair are adjacent in x, and D / 2 apart in out
+    SEPARATE: tl.constexpr,  # in place only: channels of a pair are adjacent in x, and D / 2 apart in out
     INVERSE: tl.constexpr,  # rotate by the opposite angle
     PARTS: tl.constexpr,  # 2: processes q and k; 3: also copies v
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -260,7 +260,7 @@ class QkvSettings:
 
 
 def can_be_read(cos: Tensor, sin: Tensor) -> bool:
-    """True if the tables [..., T, D / 2] have equal strides, and leading strides are multiples of the stride of T."""
+    """True if both tables [..., T, D / 2] have equal strides, and the positive stride of T divides the leading ones."""
     *outer, row, _ = cos.stride()
     whole = row > 0 and not any(step % row for step, size in zip(outer, cos.shape) if size > 1)
     return whole and cos.stride() == sin.stride()
@@ -297,7 +297,7 @@ def qk_norm_rope_launch(
 
     Args:
         inverse: Rotate by the opposite angle. Without norms, this is the backward.
-        separate: The channels of a pair are adjacent in x, and D/2 apart in `out`.
+        separate: The channels of a pair are adjacent in x, and D/2 apart in `out`, which must be x.
     """
     args, constants, blocks, warps = _arguments(x, settings)
     parts = 2 if out is x else 3

@@ -24,7 +24,7 @@ def problem_of(
 ) -> Problem:  # fmt: skip
     """Returns the input of the launch policy for a call with these tensors.
 
-    For packed inputs, n_q and n_kv are mean lengths, because one long sequence would dominate the maximum.
+    For packed inputs, n_q and n_kv are mean lengths (at most `longest`): one long sequence would dominate the maximum.
     """
     (batch, heads, n_q, head_dim), n_kv, form = q.shape, k.shape[2], "fixed" if key_mask is None else "masked"
     if sequences is not None:
@@ -50,7 +50,7 @@ def attention_forward(
         scale: Multiplier of q k^T; positive and finite.
         o_scale: Reciprocal scale of o in e4m3, fp32 [1]; None otherwise.
         sequences: cu_seqlens of packed inputs: int32 [S + 1], contiguous, on the device.
-        key_mask: Key mask of masked inputs: bool [B, N_kv], last stride 1.
+        key_mask: Key mask of masked inputs: bool [B, N_kv], False for masked keys; last stride 1.
         longest: Length of the longest packed sequence; affects only the choice of tiles.
     """
     form: dict[str, Any] = {"sequences": sequences, "key_mask": key_mask}

@@ -6,7 +6,7 @@ The kernels recompute p = softmax(scale q k^T) per tile as 2^(scale log2(e) q k^
     dq = scale ds k                 dk = scale ds^T q                 dv = p^T do
 
 Two kernels avoid atomics: a single program sums each gradient element in a fixed order, so results are deterministic.
-- dq: one program per query tile computes delta and dq in a loop over key tiles.
+- dq: one program per query tile computes delta, then dq in a loop over key tiles.
 - dkdv: one program per key tile computes dk and dv in a loop over query tiles.
 
 Masks are as in the looped forward kernel (attention_forward.py), with at most one tile after the full tiles. Queries

@@ -39,7 +39,7 @@ from .attention_tiles import (
     zero_tile,
 )
 
-# LENGTH_CLASS consecutive lengths share one compiled row kernel. With 8, three programs for 197 keys fit on a
+# Up to LENGTH_CLASS consecutive lengths share one compiled row kernel. With 8, three programs for 197 keys fit on a
 # multiprocessor of sm_90; with 16, only two. With 8, the loop over query tiles is 0.5 % longer than with constant n_kv.
 LENGTH_CLASS = tl.constexpr(8)
 
@@ -225,7 +225,7 @@ def forward_launch(
         )  # fmt: skip
     chunks = cover(n_kv, config.block_n, config.chunks)
     if not chunks:
-        raise ValueError(f"n_kv must be at most {config.chunks * config.block_n} for {config}, got {n_kv}")
+        raise ValueError(f"n_kv must be between 1 and {config.chunks * config.block_n} for {config}, got {n_kv}")
     chunks = (*chunks, 0, 0)[:3]
     tiles = ceil_div(q.shape[2], config.block_m)
     groups = ceil_div(tiles, config.tiles)

@@ -25,7 +25,7 @@ _MAX_TILE_ROWS = 256
 def access_of(*tensors: torch.Tensor) -> str:
     """Returns the fastest access that the layout of these tensors [B, H, N, D] allows (see `Problem.access`).
 
-    Rows of e4m3 tensors, which are only outputs, may be aligned to 8 instead of 16 bytes, e.g. with 72 channels.
+    For "vector", rows of outputs in e4m3 may be aligned to 8 instead of 16 bytes, e.g. with 72 channels.
     """
     if all(map(tma_allows, tensors)):
         return "tma"
@@ -68,7 +68,7 @@ def needs_wide_offsets(*tensors: torch.Tensor) -> bool:
 
 
 def _common_alignment(*tensors: torch.Tensor) -> int:
-    """Returns the largest power of two up to 16 that divides all strides but the last."""
+    """Returns the largest power of two up to 16 that divides the strides of B, H and N; ignores lengths of 1."""
     used = (stride for tensor in tensors for length, stride in zip(tensor.shape[:3], tensor.stride()[:3]) if length > 1)
     return math.gcd(16, *used)
 
@@ -102,9 +102,9 @@ def tiled_launch(
     pieces: Sequence[int], tiles: int, config: ForwardConfig | BackwardConfig, args: dict[str, Any],
     constants: Mapping[str, Any], fixed: bool = True, sequences: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
-    """Returns the launch of an attention kernel. A program owns tiles of `own`, and loops over `streamed`.
+    """Returns the launch of an attention kernel. A program owns tiles of `own`, and reads tiles of `streamed`.
 
-    `block` and `pieces` are the rows of own and streamed tiles; `tiles` is the number of programs per head.
+    `block` and `pieces` are the rows of own and streamed tiles. Without `sequences`, a head has `tiles` programs.
     """
     tensors = {**own, **streamed}
     rows, q = next(iter(own.values())), tensors["q"]

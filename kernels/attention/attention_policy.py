@@ -16,7 +16,7 @@ MAX_ROW_KEYS = 256
 MIN_BLOCK = 16
 _SMALL_AMPERE = ("sm_86", "sm_89")  # without maxnreg, ptxas gives some kernels too few registers
 SHORT = 64  # tokens; for sequences up to this length (windows of Qwen2.5-VL), larger tiles would be at least half empty
-# (largest chunk, maximum number of chunks) of the row kernel; the first pair is the default. Each pair covers
+# (largest chunk, maximum number of chunks) of the row kernel; the first pair is the default. Each pair can cover
 # MAX_ROW_KEYS keys, because a tuned entry applies to all lengths up to MAX_ROW_KEYS.
 ROW_CHUNKS = ((128, 3), (128, 2), (256, 1))
 
@@ -51,7 +51,7 @@ class BackwardConfig:
 
 @cache
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """Returns the widths (LO, HI) of power-of-two blocks that hold head_dim columns; HI is 0 if two are not narrower.
+    """Returns the widths (LO, HI) of power-of-two blocks for head_dim columns; HI is 0 unless two save columns.
 
     48 -> (32, 16), 72 and 80 -> (64, 16), 96 -> (64, 32), 112 -> (128, 0). A block has at least 16 columns.
     """
@@ -64,9 +64,9 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 
 @cache
 def cover(length: int, largest: int, pieces: int) -> tuple[int, ...]:
-    """Covers `length` by at most `pieces` descending powers of two from 16 to `largest`, with the least excess.
+    """Covers `length` by at most `pieces` non-increasing powers of two from 16 to `largest`, with the least excess.
 
-    Only the last piece extends past the length: 197 -> (128, 64, 16). If covers tie, returns the shortest.
+    Only the last may extend past the length: 197 -> (128, 64, 16). Among equals, returns the shortest; () if none fits.
     """
     if length <= 0:
         return ()
@@ -146,7 +146,7 @@ def dkdv_config(problem: Problem) -> BackwardConfig:
 
 
 def _forward_of_sequences(problem: Problem, config: ForwardConfig) -> ForwardConfig:
-    """Adapts `config`: smaller tiles for short sequences, and where the tiles for fixed inputs would spill."""
+    """Adapts a `config` for fixed inputs: smaller tiles for short sequences, and changes that avoid spills."""
     width, ampere, blackwell = problem.width, problem.generation == "ampere", problem.generation == "blackwell"
     if problem.n_q <= SHORT or (blackwell and width == 128):
         config = replace(config, block_m=min(config.block_m, SHORT))
@@ -178,7 +178,7 @@ def _dkdv_of_sequences(problem: Problem, config: BackwardConfig) -> BackwardConf
 
 
 def _tiles_per_program(problem: Problem, config: ForwardConfig) -> int:
-    """Returns query tiles per program: config.tiles, or fewer to launch at least four programs per multiprocessor."""
+    """Returns query tiles per program: config.tiles, or fewer, to get four programs per multiprocessor if possible."""
     tiles = -(-problem.n_q // config.block_m)
     per_program = config.tiles
     # with a single query tile per program, the row kernel spills on ampere

@@ -5,11 +5,11 @@ Inputs come in three forms:
 - fixed: q [B, H, N_q, D], k and v [B, H, N_kv, D]. Every query attends to every key of its head.
 - packed: q, k, v [1, H, total, D], and `sequences` (cu_seqlens), int32 [S + 1] on the device: the start of each
   sequence and the end of the last one. The host does not know the lengths, so it launches total // BLOCK + S + 1
-  programs per head, each for one slot. A slot has room for one tile. The slots from sequences[i] // BLOCK + i on belong
-  to sequence i, and always suffice for all tiles of the sequence. Each program searches for the sequence of its slot.
-  Rows after the last sequence have no keys; their results are 0.
-- masked: like fixed, with `key_mask`, bool [B, N_kv]. Loops over keys end at the last unmasked key. The output of a
-  query without keys is 0, as in torch's scaled_dot_product_attention.
+  programs per head, each for one slot. A slot has room for one tile. The slots of sequence i start at
+  sequences[i] // BLOCK + i, and always suffice for all its tiles. Each program searches for the sequence of its slot.
+  Rows after the last sequence have no keys; their outputs and gradients are 0.
+- masked: like fixed, with `key_mask`, bool [B, N_kv], False for masked keys. Loops over keys end at the last unmasked
+  key. The output of a query without keys is 0, as in torch's scaled_dot_product_attention.
 
 A tile holds ROWS rows of one head, [ROWS, D]. Triton's blocks have power-of-two sizes. A tile is therefore a tuple of
 one or two blocks, LO and HI columns wide (80 = 64 + 16). One block of 128 columns would need more loads and MMA.
@@ -67,7 +67,7 @@ def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
 
 @triton.jit
 def rows_of_program(sequences, n_sequences, n_heads, n_rows, n_others, BLOCK: tl.constexpr):
-    """Returns (b, h, bh, start, begin, end, others_end): image, head, b n_heads + h, and the results of `_find_rows`.
+    """Returns (b, h, bh, start, begin, end, others_end): image, head, b n_heads + h; the rest as in `_find_rows`.
 
     Programs of one head are adjacent on the grid, so that they share the streamed tensors of the head in L2.
     """
@@ -244,13 +244,13 @@ def over_tiles(
 ):  # fmt: skip
     """Returns `state` after `step` for each tile of rows begin .. end of two streamed tensors.
 
-    For fixed inputs, full tiles precede TAIL rows. For packed and masked inputs with TMA, full tiles precede one tile
-    that is loaded by masked pointers: a TMA box would extend into the next packed sequence, which may contain NaN.
-    Without TMA, one loop masks all their tiles, because separate loops for full and last tiles would spill.
+    For fixed inputs, TAIL rows follow the full tiles. For packed and masked inputs with TMA, the last, partial tile is
+    loaded by masked pointers: a TMA box would extend into the next packed sequence, which may contain NaN. Without TMA,
+    one loop masks all tiles of these inputs, because separate loops for full and last tiles would spill.
 
     Args:
         step: Function (first, second, start, end, shared, state, ROWS, FORM, TMA, MASKED, FIRST) that returns the new
-            state; FIRST: `state` is the initial state.
+            state; if FIRST, `state` is the initial state.
         first, second: Sources of full tiles.
         last_first, last_second: Sources of the other tiles.
     """

@@ -25,7 +25,7 @@ _PACKED_SHAPES = (
 )  # fmt: skip
 _MASKED_SHAPES = ((256, 72), (1024, 64), (1024, 128))
 _E4M3_SHAPES = ((197, 64, "tma"), (577, 64, "tma"), (257, 80, "tma"), (729, 72, "vector"))
-# Core builds, in bf16 with TMA: of all architectures, and of single ones.
+# Core builds, in bf16 with access "tma": of all architectures, and of single ones.
 _CORE = {(197, 64, "fixed"), (1024, 80, "packed")}
 _CORE_OF = {
     "sm_90": {(577, 64, "fixed"), (257, 80, "fixed"), (1024, 72, "packed"), (256, 72, "masked")},
@@ -36,7 +36,7 @@ _HEADS = 4
 
 
 def attention_builds(arch: str) -> Iterator[Build]:
-    """Yields a build for each kernel, shape class, dtype and access of the launch policy."""
+    """Yields builds that cover the kernels, shape classes, dtypes and accesses of the launch policy."""
     for access in ("tma", "vector", "scalar"):
         for shape in _HALF_SHAPES:
             yield from _builds(arch, *shape, access)
@@ -93,7 +93,7 @@ def _tensors(
 ) -> list[torch.Tensor]:
     """Returns q, k, v, o and the gradient of o [B, H, N, D], for which the policy selects `access`.
 
-    For "vector", the batch stride is 0. For "scalar", the storage offset is one element.
+    In q, k and v, the batch stride is 0 for "vector", and the storage offset is one element for "scalar".
     """
     shape = (1 if access == "vector" else batch, max(queries, tokens), 3, _HEADS, head_dim)
     flat = torch.empty(torch.Size(shape).numel() + 1, dtype=dtype, device="meta")

@@ -1,7 +1,7 @@
-"""Builds of the kernels of blocks: launches of the operators, recorded in every configuration of their matmuls.
+"""Builds of the kernels of blocks: launches of the operators, recorded with the configurations of their matmuls.
 
-`_BLOCKS` and `_FP8_BLOCKS` list the blocks. Sizes are those of ViT-B/16, in FP8 those of ViT-L/16. The numbers of
-images and tokens do not change a kernel.
+`_BLOCKS` and `_FP8_BLOCKS` list the blocks. Widths are those of ViT-B/16, in FP8 those of ViT-L/16; some blocks have
+other heads. The numbers of images and tokens do not change a kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Estimates the device time of launches from their FLOPs and bytes, without measurements.
+"""Estimates the device time of launches from their FLOPs and bytes, without running them.
 
 The estimate of a launch is the longer of its compute time and its DRAM time, to read and write all tensors once.
 """

@@ -1,6 +1,6 @@
 """Records the launches of operators for an architecture, and compiles them, both without a GPU.
 
-`compile_launch` uses ptxas from triton's wheel. `TRITON_INTERPRET` must be unset.
+`compile_launch` uses triton's ptxas. `TRITON_INTERPRET` must be unset.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Build:
 
 @contextmanager
 def recorded(gpu: Gpu) -> Iterator[list[Launch]]:
-    """Collects the launches of operators on CPU tensors, as on `gpu`. Kernels are neither compiled nor launched."""
+    """Collects the launches of operators on CPU or meta tensors, as on `gpu`. Compiles and launches no kernel."""
     launches: list[Launch] = []
     with (
         mock.patch.object(device, "stand_in", gpu),

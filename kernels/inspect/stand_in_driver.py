@@ -1,7 +1,7 @@
 """Triton's launch path without a GPU: a stand-in for the CUDA driver that accepts CPU tensors and launches nothing.
 
 `install(arch)` builds a libcuda.so.1 from `stand_in_driver.c` and makes it Triton's driver for this process. Triton
-then specializes, compiles and loads kernels, encodes descriptors and packs arguments as on that GPU. The stand-in
+then specializes, compiles and loads kernels, encodes descriptors and packs arguments as on a GPU. The stand-in
 counts and checks launches and descriptors. It executes no kernel, so results are undefined. It also serves to measure
 host time. Install it in a separate process, without CUDA and without Triton's interpreter.
 """
@@ -61,7 +61,7 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
     """Makes the stand-in Triton's driver for this process, before its first launch.
 
     `library` is a libcuda.so.1 that contains `stand_in_driver.c`, built if None. Raises ValueError for an unknown
-    architecture. Raises RuntimeError if CUDA, the interpreter or a driver is active, or if the build fails.
+    architecture. Raises RuntimeError if CUDA, the interpreter or a driver is active, or without a C compiler.
     """
     limits, gpu = offline.architecture(arch), offline.gpu(arch)
     if torch.cuda.is_available():

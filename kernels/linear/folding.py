@@ -2,21 +2,21 @@
 
 With gamma and beta of the LayerNorm, W [F, C] and b of the linear layer, and mean and rstd of a row x:
 
-    W'' = W gamma - rowmean(W gamma), rounded to the dtype of x
+    W'' = W gamma - rowmean(W gamma), rounded to the dtype of the matmul
     s   = rowsum(W''), 0 except for rounding errors
     c   = W beta + b
     z   = rstd (x W''^T - mean s) + c          = LayerNorm(x) W^T + b
 
-So the matmul reads x itself, and the epilogue needs only mean and rstd of each row. s corrects the rounding of W'':
-without s, the relative error in bf16 would be 16 % for rows whose mean is 100 times the standard deviation. RMSNorm has
-no mean: W'' = W gamma, without s.
+So the matmul reads x itself (fp32 x: see `layer_norm.py`), and the epilogue needs only mean and rstd of each row. s
+corrects the rounding of W'': without s, the relative error in bf16 would be 16 % for rows whose mean is 100 times the
+standard deviation. RMSNorm has no mean: W'' = W gamma, without s.
 
 One kernel folds up to two layers, usually qkv and fc1, which follow LayerNorms. The kernel also permutes rows of W:
 
 - Gated layers act(g) u: row 2j of W'' is row j of the weight of g, row 2j + 1 is row j of the weight of u. So each
   output tile of the matmul contains g and u.
-- q and k, if rotary embeddings rotate channels j and j + D/2: these channels become adjacent. q k^T does not depend on
-  the order of channels.
+- q and k, if the epilogue rotates pairs of channels j and j + D/2: these become adjacent. q k^T does not depend on the
+  order of channels.
 
 Source: vit-fast's own derivation, checked in fp64 by the tests.
 """
@@ -59,7 +59,7 @@ def _fold_rows(layer, program, HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: 
         weight_ptr, bias_ptr,  # [F, C]; [F] or None. With a gate, F / 2 in place of F
         gamma_ptr, beta_ptr,  # [C] or None
         gate_ptr, gate_bias_ptr,  # like weight and bias; None: no gate
-        folded_ptr,  # output: [F, C] W'', in the dtype of x
+        folded_ptr,  # output: [F, C] W''
         sum_ptr,  # output: fp32 [F] s; None for RMSNorm
         shift_ptr,  # output: fp32 [F] c
     ) = layer  # fmt: skip
@@ -136,14 +136,14 @@ class NormedLinear:
 class FoldedLinear:
     """A linear layer with the preceding LayerNorm folded in."""
 
-    weight: Tensor  # W'' [F, C] in the dtype of x; F includes the rows of the gate
+    weight: Tensor  # W'' [F, C] in the dtype of the matmul; F includes the rows of the gate
     weight_sum: Tensor | None  # s, fp32 [F]; None for RMSNorm
     shift: Tensor  # c, fp32 [F]
     scale: Tensor | None = None  # scales of a weight in e4m3, fp32 [F]; None for other dtypes
 
 
 def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[FoldedLinear]:
-    """Folds LayerNorms into the linear layers that follow, for x in `dtype`. A kernel folds up to two layers."""
+    """Folds LayerNorms into the linear layers that follow, for matmuls in `dtype`. A launch folds up to two layers."""
     folded = []
     dense = [linear.contiguous() for linear in linears]
     for linear in dense:

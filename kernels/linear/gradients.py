@@ -12,11 +12,11 @@ be the gradient of z, g = dz W'' the gradient of n, and U = dz^T n. Indices: m (
 For a LayerNorm, mean_j(g) is 0 except for rounding errors, because the rows of W'' sum to 0. C * mean_j(g n) equals
 sum_f(dz (z - c)). There are two cases:
 - dz is an input (qkv): `_layer_norm_grad_kernel` computes dx from dz W and x. g = (dz W) gamma gives the same dx as
-  dz W'', because mean_j(g) is subtracted. The kernel also writes n, unless x was normalized beforehand.
+  dz W'': a LayerNorm subtracts mean_j(g). The kernel also writes n, unless x was normalized beforehand.
 - dz is computed by a matmul (fc1, before an activation): the epilogue sums dz (z - c) and stores dz~ = rstd dz. Then
   U = dz~^T x - sum_m(dz~ * mean): the sum, a vector [F], is subtracted from every column.
 
-Before a residual, y = r + ls (h W^T + b). With V = dy^T h:
+Before a residual r, with LayerScale ls, y = r + ls (h W^T + b). With V = dy^T h:
 
     dW  = ls V
     dls = sum_f V W + b sum_m dy
@@ -24,8 +24,8 @@ Before a residual, y = r + ls (h W^T + b). With V = dy^T h:
 
 So the branch h W^T + b is neither saved nor recomputed.
 
-The sums over m need no extra launch: other kernels have extra programs, which write partial sums over SUM_ROWS rows.
-The next kernel adds the partial sums in order. The gradients of the parameters are in `weight_gradients.py`.
+The sums over m need no extra launch: matmul epilogues or extra programs of other kernels write partial sums. The next
+kernel adds the partial sums in order. The gradients of the parameters are in `weight_gradients.py`.
 
 Source: differentiation of the formulas above.
 """
@@ -173,7 +173,7 @@ def layer_norm_gradient(
     grad: Tensor, gamma: Tensor | None, x: NormInput, residual: Tensor | None, summed: Tensor,
     rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns [residual +] dx, n in the dtype of the matmuls, and partial sums of `summed` over M."""
+    """Returns [residual +] dx, n in the dtype of the matmuls, and partial sums of dz over M. grad: dz W. summed: dz."""
     (M, C), F = grad.shape, summed.shape[1]
     out = torch.empty_like(grad, dtype=x.input_dtype)
     normalized = None if x.mean is None else torch.empty_like(x.source)

@@ -1,18 +1,18 @@
 """Norm between the hidden layer of an MLP and its second linear layer, as in EVA-02: forward and backward.
 
-The norm is folded into the second layer, like the LayerNorm into the first layer (`folding.py`). The matmul that writes
-the hidden layer h [M, F] also writes LayerNorm statistics of h. The second matmul reads h itself and adds the residual.
+The norm is folded into the second layer, like the LayerNorm into the first layer (`folding.py`). In half precision, the
+second matmul reads the hidden layer h [M, F] itself; the first matmul or an extra kernel writes statistics of h.
 
 Let h^ = (h - mean) rstd, y' = h^ W''^T + c and y = r + ls y', with residual r and LayerScale ls. With the gradients dy
 of y and g = (ls dy) W'' of h^:
 
     dh    = rstd (g - h^ * along)
-    along = sum_f(g h^) / F = sum_c(ls dy (y' - c)) / F
+    along = sum_F(g h^) / F = sum_C(ls dy (y' - c)) / F
 
-For a LayerNorm, the mean of g over f is 0 except for rounding errors. `along` is computed without g: the forward saves
-y' - c [M, C], and `_along_kernel` reads y' - c and dy, which are narrower than h. This kernel also sums dy over m for
-the gradients of beta and bias. The "activation_grad" matmul computes g and dh, and stores h^ in place of h. With h^,
-the formulas of `gradients.py` for normalized rows give the gradients of W, gamma, beta and bias.
+For a LayerNorm, the mean of g over F is 0 except for rounding errors. `along` is computed without g: the forward saves
+y' - c [M, C], and `_along_kernel` reads y' - c and dy, which are narrower than h. This kernel also sums dy over M for
+the gradients of beta and bias. The "activation_grad" or "gated_grad" matmul computes g and dh, and stores h^ instead of
+h. With h^, the formulas of `gradients.py` for normalized rows give the gradients of W, gamma, beta and bias.
 
 Source: differentiation of the formulas above.
 """

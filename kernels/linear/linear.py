@@ -68,7 +68,7 @@ def linear_residual(
     """Returns [residual +] scale (h W^T + b) [M, C], and its LayerNorm statistics (`row_parts.py`) or None.
 
     Args:
-        residual: [M, C], fp32 or in the dtype of h; the result has the dtype of the residual.
+        residual: [M, C], fp32 or half precision; the result has the dtype of the residual.
         statistics: Return statistics; only for half-precision results.
         dtype: Dtype of the result if there is no residual; None means the dtype of h.
         out8: Output: the result in e4m3 [M, C].
@@ -103,9 +103,9 @@ def activation_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns dz~, two sums of the gradient dz of fc1's output z, and the recomputed h = act(z), or act(g) u if gated.
 
-    dz~ is rstd dz in the shape and dtype of z; it is dz where a row of x is constant or normalized. The first sum is of
-    dz (z - c) over F (c: `folding.py`), as partial sums, fp32 [M, parts]. The second is of dz and of dz~ mean over M,
-    as partial sums, fp32 [sums, 2, F].
+    dz~ is rstd dz in the shape and dtype of z; it is dz for constant rows of x, and if x is normalized. Both sums are
+    partial sums in fp32: of dz (z - c) over the columns of z, [M, parts] (c: `folding.py`), and of dz and dz~ mean
+    over M, [sums, 2, columns of z].
 
     `grad` is the gradient dy of fc2's output [M, C], and `scaled` is diag(LayerScale) W2 [C, F]. If a norm follows h,
     pass `hidden` (mean and rstd of h, fp32 [2, M]) and `along` (fp32 [M], see `hidden_norm.py`). The last result is

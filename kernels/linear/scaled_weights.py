@@ -1,4 +1,4 @@
-"""Weights as operands of matmuls: contiguous, in the dtype of the matmul, and scaled by LayerScale for the backward.
+"""Weights as operands of matmuls: contiguous, in the dtype of the matmul, and for the backward scaled by LayerScale ls.
 
     W~ = diag(ls) W / f, rounded to the dtype
 
@@ -80,14 +80,14 @@ def _scaled_weights_kernel(
 
 @dataclass(frozen=True)
 class ScaledWeight:
-    """diag(ls) W as an operand of a matmul."""
+    """W~ and f: diag(ls) W as an operand of a matmul."""
 
     weight: Tensor  # W~ [F, C]
     factor: Tensor | None  # f repeated, fp32 [C]; None without LayerScale, or if the dtype is not fp16
 
 
 def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.dtype) -> list[ScaledWeight]:
-    """Returns diag(ls) W in `dtype` for each pair of W [F, C] and ls [F]; W in `dtype` if ls is None."""
+    """Returns W~ in `dtype` and f for each pair of W [F, C] and LayerScale ls [F]; W~ is W if ls is None."""
     made: list[ScaledWeight] = []
     todo: list[tuple[Any, ...]] = []
     for weight, scale in pairs:

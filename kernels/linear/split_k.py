@@ -21,7 +21,7 @@ from ..ptx import divided_columns, wait_for_previous
 from ..row_parts import PIECE, row_parts
 
 _ROWS = 16  # rows per program; few, because M is small
-_REGISTERS = 40  # per thread; 32 (full occupancy) would spill on blackwell, and the grid is too small for it
+_REGISTERS = 40  # per thread; 32 would spill on blackwell, and the grid is too small for full occupancy
 _PIECE = tl.constexpr(PIECE)
 
 

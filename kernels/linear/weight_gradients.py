@@ -1,4 +1,4 @@
-"""Gradients of the parameters of a block, from the matmuls of `weight_matmuls.py`, in two launches.
+"""Gradients of the parameters of linear layers and norms, from the matmuls of `weight_matmuls.py`, in two launches.
 
 The kernels handle up to two linear layers after LayerNorms ("folded") and up to two before residuals. `gradients.py`
 contains the formulas. The first kernel computes gradients of all weights, and of biases of layers after LayerNorms. The
@@ -52,7 +52,7 @@ def _folded_tile(layer, program, splits, sums, ROWS: tl.constexpr, COLS: tl.cons
         F, C,
         part_ptr,  # fp32 [splits, F, C], partial sums of dz~^T x or of dz^T n
         sum_ptr,  # fp32 [sums, F], partial sums of dz over M
-        shift_ptr,  # fp32 [sums, F], partial sums of dz~ * mean over M, interleaved with sum_ptr; None for dz^T n
+        shift_ptr,  # fp32 [sums, F], partial sums of dz~ * mean over M, interleaved with sum_ptr; or None
         weight_ptr, gate_ptr,  # [F, C] and None; with a gate, [F / 2, C] each
         gamma_ptr, beta_ptr,  # [C] or None
         out_ptr, gate_out_ptr,  # output: dW, like the weights
@@ -214,7 +214,7 @@ class FoldedMatmul:
     """Inputs of the gradients of a linear layer after a LayerNorm."""
 
     part: Tensor  # partial sums of dz~^T x or of dz^T n, fp32 [splits, F, C]
-    column_part: Tensor  # partial sums over M of dz and dz~ * mean, fp32 [sums, 2, F]; with dz^T n, of dz: [sums, F]
+    column_part: Tensor  # partial sums over M of dz and dz~ * mean, fp32 [sums, 2, F]; or only of dz, [sums, F]
     linear: NormedLinear  # contiguous
 
 

@@ -9,8 +9,8 @@
 If a norm of A's rows is folded into B, "residual" uses z - bias in place of acc. `scale` contains the scales of e4m3
 weights. In "residual", `scale` also contains LayerScale, and `bias` is divided by the scales of e4m3 weights.
 
-Norms of q and k read the unrounded fp32 values of a whole head. The two channels of a rotary pair are adjacent columns,
-because `folding.py` permutes the rows of the weight.
+Norms of q and k read the unrounded fp32 values of a whole head. The two channels of a rotary pair are adjacent columns:
+if necessary, the rows of the weight were permuted (`folding.py`).
 
 `where` is (row, column, M, N) of a sub-tile, SHAPE is (rows, columns, TMA, dtype of the stored values).
 """
@@ -32,7 +32,7 @@ def row_factors(
     row_part_ptr, mean_ptr, rstd_ptr, row, M, K, eps, first_column,
     ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (r, -r * mean), r = max(rstd, 0); (1, 0) without statistics. If `first_column`, stores mean and rstd."""
+    """Returns (r, -r * mean), r = max(rstd, 0); (1, 0) without statistics. Optionally stores mean and rstd."""
     scale = tl.full((ROWS,), 1.0, tl.float32)
     shift = tl.zeros((ROWS,), tl.float32)
     if row_part_ptr is not None:

@@ -1,8 +1,8 @@
-"""Backward epilogues of `matmul.py`. acc = A B; mean and rstd belong to the rows of the LayerNorm's input x:
+"""Backward epilogues of `matmul.py`. acc = A B [scale]; mean and rstd belong to the rows of the LayerNorm's input x:
 
     "activation_grad": h = act(z),  dz = acc act'(z),  out = rstd dz
     "gated_grad":      h = act(g) u with g and u as in "gated"; acc is dh [M, N], and z, dz and out are [M, 2 N]
-    "layer_norm_grad": out = [residual +] acc - (x - mean) * coefficient; stores out in h too, in the dtype of A
+    "layer_norm_grad": out = [residual +] acc - (x - mean) * coefficient, stored in h too if h is given
                        coefficient = rstd^2 / N * sum(dz (z - bias))
 
 The first two also store partial sums: of dz (z - bias) per row, and of dz and of out * mean per column. Exceptions:
@@ -11,7 +11,7 @@ The first two also store partial sums: of dz (z - bias) per row, and of dz and o
   row, the gradient of h is then |rstd of h| (acc - h^ * along). h^ is stored in place of h.
 - If a row is constant (rstd < 0, see `layer_norm.py`), "activation_grad" and "gated_grad" use 1 in place of rstd, and
   "layer_norm_grad" multiplies acc by |rstd|. The weight gradient out^T (x - mean) is a difference of large numbers.
-  With rstd, about 1 / sqrt(eps), these numbers would be a thousand times larger.
+  With rstd, about 1 / sqrt(eps), these numbers would be larger, a thousand times if eps is 1e-6.
 - If x was normalized before the matmul, there is no mean. rstd is 1 in "activation_grad" and "gated_grad", and
   "layer_norm_grad" computes out = [residual +] rstd * acc - x * coefficient; coefficient contains rstd, not rstd^2.
 
@@ -108,7 +108,7 @@ def activation_grad_epilogue(
         grad = acc * slope
     width = WIDER * N
     bias = tl.load(bias_ptr + cols, mask=cols < width, other=0.0)
-    # grad is 0 in rows past M and columns past N, so pre - bias may have any value there
+    # grad is 0 in rows past M and columns past N, so pre - bias may have any finite value there
     along_row = tl.sum(grad * (pre - bias[None, :]), 1)
     part = row_part_ptr + tl.cast(row, tl.int64) * PARTS + col // COLS + tl.arange(0, ROWS) * PARTS
     tl.store(part, along_row, mask=(rows < M) & (col < N))

@@ -1,8 +1,8 @@
 """The matmul kernel: out = epilogue(A B), with the surrounding pointwise operations fused into the epilogue.
 
 The kernel is persistent: a program loops over output tiles, and accumulates each tile in fp32 over K. It loads A and B
-through TMA descriptors, or by pointers if the device or the layout does not support TMA. B may be [N, K], the layout of
-torch.nn.Linear's weight. `matmul_launch.py` launches the kernel, and `matmul_policy.py` chooses tile sizes.
+through TMA descriptors, or by pointers if the GPU (`device.reads_descriptors`) or the layout does not allow TMA. B may
+be [N, K], like torch.nn.Linear's weight. `matmul_launch.py` launches the kernel; `matmul_policy.py` chooses tile sizes.
 
 `forward_epilogues.py` and `gradient_epilogues.py` contain the formulas of the epilogues. One more is "partial", for
 split-K: out[split] = A B over one of `splits` parts of K, in fp32. `split_k.py` sums the parts.
@@ -11,8 +11,8 @@ Operands in e4m3 (`ptx.py`) have scales. Tensor cores of sm_90 accumulate e4m3 p
 32 elements of K adds a relative error of up to 2^-13. For comparison, rounding an operand to e4m3 has a relative error
 of up to 2^-4. Adding partial sums in fp32 every 128 elements would make 128 x 256 tiles run out of registers.
 
-Under autocast, the residual stream (out, x and residual of "residual" and "layer_norm_grad") is fp32, while A and B are
-half precision. For a folded RMSNorm, weight_sum is None and the mean is 0.
+Under autocast, the residual stream (out and residual of "residual" and "layer_norm_grad") may be fp32, while A and B
+are half precision. For a folded RMSNorm, weight_sum is None and the mean is 0.
 
 The epilogue processes a wide tile in SUB_TILES sub-tiles along N, which needs fewer registers. Every sum has a fixed
 order, without atomics, so results are deterministic.
@@ -56,24 +56,24 @@ def _unit(unit, tiles_m, tiles_n, K, splits, BLOCK_K: tl.constexpr, SPLIT: tl.co
 def _matmul_kernel(
     a,  # [M, K]
     b,  # [K, N], or [N, K] if B_IS_NK
-    out,  # [M, N]; "partial": fp32 [splits, M, N]
+    out,  # [M, N]; "gated": [M, N / 2]; "gated_grad": [M, 2 N], like z; "partial": fp32 [splits, M, N]
+    # below, "layer_norm" stands also for "gated", "rotary" and "qk_norm", and "activation_grad" also for "gated_grad"
     z,  # [M, N] or None. Pre-activation: "layer_norm" stores it, "activation_grad" reads it. "residual" stores acc
-    h,  # [M, N] or None. "activation_grad" stores act(z), normalized (h^) if a norm follows; "layer_norm_grad" stores
-    # out in the dtype of a
-    x,  # [M, N], "layer_norm_grad": input of the LayerNorm
+    h,  # [M, N] or None: "activation_grad" stores h (or h^), "layer_norm_grad" stores out in the dtype of a
+    x,  # [M, N], "layer_norm_grad": input of the LayerNorm, or n if it was normalized before the matmul
     residual,  # [M, N] or None
     mean_ptr,  # fp32 [M] or None. Forward epilogues store it, gradient epilogues read it (None if x is normalized)
     rstd_ptr,  # fp32 [M] or None, like mean_ptr; negative for a constant row (layer_norm.py)
-    bias_ptr,  # [N]
-    weight_sum_ptr,  # fp32 [N]; None for RMSNorm
+    bias_ptr,  # [N] or None; "gated_grad": [2 N]
+    weight_sum_ptr,  # fp32 [N]; None without a folded norm and for RMSNorm
     scale_ptr,  # None or a factor. "layer_norm": acc * fp32 [N]; "activation_grad": acc * fp32 [1];
     # "residual": (acc + bias) * [N]
-    out8,  # [M, N] e4m3 or None: "residual" stores out * out_scale
+    out8,  # [M, N] e4m3 or None: "residual" stores out * out_scale (a reciprocal scale, ptx.py)
     out_scale_ptr,  # or None. fp32 [N] for out8; fp32 [1] if "layer_norm" stores `out` in e4m3
     row_part_ptr,  # fp32 or None. Forward epilogues: LayerNorm statistics of A. Gradients: partial sums of rows,
     # [M, PARTS], which "activation_grad" stores and "layer_norm_grad" reads
     out_part_ptr,  # fp32 or None: "residual" and "gated" store LayerNorm statistics of out
-    column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]: "activation_grad" stores partial sums of columns
+    column_part_ptr,  # fp32 [M / BLOCK_M, 2, columns of z]: "activation_grad" stores partial sums of columns
     hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of h if a norm of h follows; else None
     along_ptr,  # fp32 [M], mean over N of h^ * (gradient of h^); None: no norm of h
     norm_weights, norm_biases,  # "qk_norm": of q and k, two vectors [HEAD]; (None, None): ones, zeros
@@ -81,7 +81,7 @@ def _matmul_kernel(
     b_ptr,  # B as a pointer if DEPENDENT, else None
     M, N, K, eps, splits, qk_eps,
     tokens, prefix, image_rows,  # per image: tokens, tokens without rotation, and rows of the tables (0 if shared)
-    EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,  # DTYPE: of out, z and h
+    EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,  # DTYPE: of out
     B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUB_TILES: tl.constexpr,

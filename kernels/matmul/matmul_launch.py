@@ -24,7 +24,7 @@ _POINTERS = (
     "along",
 )  # fmt: skip
 _POINTER_ARGUMENTS, _pointers_of = [f"{name}_ptr" for name in _POINTERS], operator.attrgetter(*_POINTERS)
-# Widths of tensors as multiples of N, by epilogue and tensor; all others are N wide.
+# Widths of the tensors of an epilogue as multiples of N, by epilogue and tensor; all others are N wide.
 _WIDER = {("gated", "out"): 0.5, ("gated_grad", "out"): 2, ("gated_grad", "z"): 2}
 TL_DTYPES = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
@@ -37,7 +37,7 @@ class MatmulConfig:
     """Configuration of a matmul launch.
 
     With `flatten`, the loops over tiles and over K are pipelined as one loop: the loads of the next tile overlap the
-    epilogue of the current tile. Ignored for "partial", whose epilogue is short.
+    epilogue of the current tile. Ignored for "partial" and `weight_matmuls.py`, which only store the sums.
     """
 
     block_m: int
@@ -64,7 +64,7 @@ class MatmulConfig:
 class HeadStep:
     """Norms and rotary embeddings of q and k in the epilogue of a qkv matmul."""
 
-    settings: QkvSettings  # norms over each head; tables [B or 1, 1, T, D / 2] that `rotary.can_be_read`
+    settings: QkvSettings  # norms over each head; tables [B or 1, 1, T, D / 2] with `rotary.can_be_read`
     tokens: int  # per image
     head_dim: int
 
@@ -160,8 +160,8 @@ def matmul_launch(
     dependent = config.dependent and o.b_is_nk  # B is then a weight
     rows, cols, depth = config.block_m, config.block_n, config.block_k
 
-    # early loads need registers: with e4m3, load one sub-tile of the residual early; with fp32 or a second output, do
-    # not load x early
+    # early loads need registers: with e4m3, load one sub-tile of the residual early; if x is fp32 or out is stored
+    # twice, do not load x early
     early = 1 if o.out8 is not None or o.a.dtype == torch.float8_e4m3fn else config.sub_tiles
     if o.x is not None:
         early = int(o.x.element_size() == 2 and o.h is None)

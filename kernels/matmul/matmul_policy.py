@@ -19,8 +19,8 @@ from ..launch import ceil_div, is_interpreted
 from ..row_parts import PIECE
 from .matmul_launch import MatmulConfig, Operands, fits_tma
 
-_MAX_SPLITS = 16  # parts of the sum over M of a weight gradient
-_MAX_RESIDUAL_SPLITS = 8  # parts of K of a "residual" matmul
+_MAX_SPLITS = 16  # maximum parts of the sum over M of a weight gradient
+_MAX_RESIDUAL_SPLITS = 8  # maximum parts of K of a "residual" matmul
 _MIN_STEPS = 4  # minimum iterations of the main loop per part
 NORMED_HEADS = (64, 128)  # head_dims that a "qk_norm" matmul can normalize
 
@@ -269,7 +269,7 @@ _TMA_TABLES: dict[tuple[str, str], dict[str, tuple[MatmulConfig, ...]]] = {
 
 
 def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Returns the configurations of "rotary", with sub-tiles that are whole heads of 64 or 128 channels.
+    """Returns the configurations of "rotary", with whole heads of 64 or 128 channels as sub-tiles; only for "half".
 
     Heads of 128 channels spill in tiles of 128 x 256, and in tiles of 128 x 128 with 4 warps.
     """
