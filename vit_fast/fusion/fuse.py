@@ -41,9 +41,9 @@ def fuse(
 
     - A module that fuse or the backend does not support is skipped, and keeps its original forward. The report lists
       all reasons; `report.require_all()` raises an error.
-    - Fused operators do not implement some features: attention masks other than padding masks, returned attention
-      weights, dropout in training mode, and submodules that were hooked, wrapped or replaced after fuse. A call with
-      one of these runs the original forward, with every backend.
+    - The affected modules run their original forward, with every backend, if a call passes an attention mask that is no
+      padding mask, requests attention weights, or uses dropout in training mode. The same applies if submodules were
+      hooked, wrapped or replaced after fuse.
     - Any other call that the backend cannot run, for example because of dtype or device, raises UnsupportedInputError.
 
     Args:
@@ -59,8 +59,8 @@ def fuse(
             padding masks and packed sequences run in half precision. Pass None to restore the model's precision.
         keep: With "fp8", names or patterns of linear layers that stay in half precision, e.g. `("*.mlp.fc2",)`. If
             neither keep nor min_agreement is given, the previous choice applies, which is saved with the scales.
-        min_agreement: With "fp8", the required top-1 agreement on the calibration images, in (0, 1]. The most sensitive
-            linear layers stay in half precision to reach it, as measured with emulated FP8.
+        min_agreement: With "fp8", the required top-1 agreement with the unrounded model on the calibration images, in
+            (0, 1]. The most sensitive linear layers stay in half precision to reach it, as measured in emulated FP8.
     Returns:
         A report with one row per fused or skipped module.
     Raises:

@@ -57,7 +57,7 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
 
 
 def check_normalize(normalize: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns (mean, std) as two tuples of floats; raises ValueError for other lengths or std <= 0."""
+    """Returns (mean, std) as two tuples of floats; raises ValueError if they are invalid."""
     try:
         mean, std = (tuple(map(float, values)) for values in normalize)
     except (TypeError, ValueError):

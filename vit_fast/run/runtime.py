@@ -126,7 +126,7 @@ def warm_up(
 
     Calls a copy of the model, which shares its parameters, once per batch size, and records the launches without
     running them. Then compiles the missing kernels, in parallel if that is faster, and stores them in Triton's cache on
-    disk. Call it on the device of later calls, and under torch.autocast if they use it. Random number generators,
+    disk. Call it with the model on the device of later calls, and under the same autocast. Random number generators,
     buffers and gradients stay unchanged.
 
     Args:
@@ -137,7 +137,7 @@ def warm_up(
             in the dtype of its parameters.
         progress: Called with the number of finished and of all kernels.
     Returns:
-        The number of kernels and the duration; or the reasons why Triton cannot run here.
+        The number of kernels and the duration; or the reasons why nothing was compiled.
     Raises:
         ValueError: batch_sizes are not positive integers, or the example is missing or empty.
         RuntimeError: a kernel does not compile.
