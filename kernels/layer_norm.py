@@ -31,8 +31,8 @@ from .launch import Launch, ceil_div
 from .ptx import divided_columns
 from .row_parts import PIECE, row_parts
 
-# A row counts as constant if std <= 1e-6 |mean|. If values of an fp16 or bf16 row differ, std is larger: at least
-# 2^-12 |mean| / sqrt(C).
+# A row counts as constant if std <= 1e-6 |mean|. If values of an fp16 or bf16 row differ, std is at least
+# 2^-12 |mean| / sqrt(C), which is larger for C < 59,000.
 _CONSTANT_ROW = tl.constexpr(1e-6)
 _MAX_CHUNK = 2048
 _PIECE = tl.constexpr(PIECE)

@@ -87,7 +87,7 @@ class PlannedLaunch:
     """A kernel launch without addresses and stream. `__call__` calls the C function behind Triton's launcher.
 
     `values` are all arguments of the kernel in order, including constants. An `At` replaces each non-empty tensor, and
-    a `Base` the base of each tensor descriptor. Raises LookupError if this Triton's launch interface is not supported.
+    a `Base` the base of each tensor descriptor. Raises LookupError or AttributeError for an unknown launcher.
     """
 
     def __init__(self, ready: Ready, grid: tuple[int, int, int], values: Sequence[Any]) -> None:

@@ -2,7 +2,7 @@
 
 The kernels recompute p = softmax(scale q k^T) per tile as 2^(scale log2(e) q k^T - lse), with lse in base 2:
 
-    delta = sum_D do * o            ds = p * (do v^T - delta)
+    delta = rowsum(do * o)          ds = p * (do v^T - delta)
     dq = scale ds k                 dk = scale ds^T q                 dv = p^T do
 
 Two kernels avoid atomics: a single program sums each gradient element in a fixed order, so results are deterministic.

@@ -154,7 +154,7 @@ def _fp8_block(*, quantized: tuple[str, ...] = _ALL, gated: bool = False, rope: 
 
 
 def _calls(arch: str) -> Iterator[tuple[str, torch.dtype, bool, _Call]]:
-    """Yields name, dtype of the matmuls, True for the first configuration only, and call."""
+    """Yields name, autocast dtype (fp32: no autocast), True for the first configuration only, and call."""
     for name, dtypes, options in _BLOCKS:
         given = {key: value for key, value in options.items() if key != "first"}
         for one, training in product(dtypes.split(), (False, True)):

@@ -1,8 +1,8 @@
 /* A stand-in for libcuda.so.1: the functions that Triton's launch path calls. It executes nothing and reads no tensor.
  *
  * It counts calls and checks them: tensor maps by the rules that cuda.h documents for cuTensorMapEncodeTiled, launches
- * by the limits of the device that stand_in_configure sets. It rejects a call that breaks a rule with the error code of
- * the driver, and saves a description for stand_in_violation.
+ * by the limits of the device that stand_in_configure sets. If a call breaks a rule, it returns an error code of the
+ * driver and saves a description for stand_in_violation.
  */
 #include "cuda.h"
 #include <stdatomic.h>

@@ -58,7 +58,7 @@ class StandInDriver:
 
 
 def install(arch: str, library: Path | None = None) -> StandInDriver:
-    """Makes the stand-in Triton's driver for this process, before its first launch.
+    """Makes the stand-in Triton's driver for this process. Call it before the first launch.
 
     `library` is a libcuda.so.1 that contains `stand_in_driver.c`, built if None. Raises ValueError for an unknown
     architecture. Raises RuntimeError if CUDA, the interpreter or a driver is active, or without a C compiler.

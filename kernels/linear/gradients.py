@@ -1,7 +1,7 @@
 """Backward of linear layers after a LayerNorm or before a residual: the formulas, and the backward of the LayerNorm.
 
 After a LayerNorm, z = n W''^T + c = LayerNorm(x) W^T + b, where n = (x - mean) rstd (W'' and c: `folding.py`). Let dz
-be the gradient of z, g = dz W'' the gradient of n, and U = dz^T n. Indices: m (tokens), j (columns of x), f (of z):
+be the gradient of z, g = dz W'' the gradient of n, and U = dz^T n. Indices: m (tokens), j (C columns of x), f (of z):
 
     dx     = rstd (g - mean_j(g) - n mean_j(g n)), for RMSNorm without mean_j(g)
     dW     = U gamma + (sum_m dz) beta^T
