@@ -175,7 +175,7 @@ _TABLE = torch.zeros(N, D // 2)
         ({"rope": Rope(_TABLE, _TABLE, 8)}, "between 0 and 7, the number of tokens, got 8"),
         ({"rope": Rope(_TABLE, _TABLE, 0, "halves")}, "rope.layout must be one of 'half', 'interleaved', got 'halves'"),
         ({"qk_norm": QkNorm(Norm(), Norm(), "heads")}, "qk_norm.over must be one of 'head', 'width', got 'heads'"),
-        ({"qk_norm": QkNorm(Norm(kind="rms"), Norm())}, "qk_norm.q must be one of 'layer_norm', 'rms_norm', got 'rms'"),
+        ({"qk_norm": QkNorm(Norm(kind="rms"), Norm())}, "qk_norm.q.kind must be one of 'layer_norm', 'rms_norm', got"),
         ({"qk_norm": QkNorm(Norm(), Norm(torch.ones(H * D)))}, r"qk_norm.k.weight must have shape \(8,\), got \(24,\)"),
         ({"qk_norm": QkNorm(Norm(), Norm(torch.ones(D)), "width")}, r"must have shape \(24,\), got \(8,\)"),
         ({"qk_norm": QkNorm(Norm(bias=torch.ones(D), kind="rms_norm"), Norm())}, "bias of qk_norm.q must be None for"),
