@@ -163,11 +163,12 @@ def test_auto_is_sdpa_where_triton_does_not_run(
     assert not rows["triton"]["available"] and reason in rows["triton"]["reasons"][0]
 
 
-def test_auto_runs_fp32_with_sdpa_unless_tf32_or_autocast_is_enabled(
+def test_auto_runs_fp64_with_sdpa_and_fp32_unless_tf32_or_autocast_is_enabled(
     gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolved = [backends.resolve_backend("auto", GPU, dtype) for dtype in (FP32, torch.bfloat16, torch.float16)]
-    assert resolved == ["sdpa", "triton", "triton"]
+    dtypes = (torch.float64, FP32, torch.bfloat16, torch.float16)
+    resolved = [backends.resolve_backend("auto", GPU, dtype) for dtype in dtypes]
+    assert resolved == ["sdpa", "sdpa", "triton", "triton"]
     assert backends.resolve_backend("triton", GPU, FP32) == "triton"
     with fp32_matmuls("tf32"):
         assert backends.resolve_backend("auto", GPU, FP32) == "triton"

@@ -48,6 +48,8 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
     reasons = triton_unavailable_reasons(device)
     if reasons:
         return ("triton cannot run here: " + "; ".join(reasons),)
+    if dtype == torch.float64:
+        return ("triton does not support torch.float64: convert the model to fp32, fp16 or bf16",)
     if dtype == torch.float32 and not torch.is_autocast_enabled("cuda") and not _tf32_is_allowed():
         return (
             "triton computes fp32 in TF32, which is disabled: convert the model to bf16, allow TF32 "
