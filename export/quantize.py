@@ -28,7 +28,7 @@ from vit_fast.quantization.schemes import Observation, Observer, Range, Scheme, 
 
 from .graphs import constant_of, run_graph, save
 from .options import ExportOptions, Target
-from .report import EIGHT_BIT_BUDGET, Check, Quantized, loss_of
+from .report import FLIPS, RMS, Check, Quantized, loss_of
 from .runtime.metadata import inspect_onnx, read_signature
 
 ERROR_BATCHES = 4  # held-out batches used to sort the MatMuls by error
@@ -129,8 +129,9 @@ def quantize(
         found = fewest_excluded(order, lambda some: loss(tuple(some)).acceptable(MARGIN), most)
         if found is None:
             raise QuantisationError(
-                f"{options.precision}: the loss must be within {MARGIN:.0%} of the budget ({EIGHT_BIT_BUDGET}), "
-                f"got {loss(tuple(order[:most])).line()} with {most} of {len(matmuls)} MatMuls in float"
+                f"{options.precision} with {most} of {len(matmuls)} MatMuls in float: the rms error must be at most "
+                f"{MARGIN * RMS:g} and confident predictions may change on {MARGIN * FLIPS:.1%} of the images, "
+                f"got {loss(tuple(order[:most])).line()}"
             )
         excluded = found
     return written(excluded), Quantized(len(matmuls) - len(excluded), tuple(matmul.name for matmul in excluded))

@@ -25,9 +25,13 @@ def bench(
         ),
     ] = None,
     img_size: Annotated[str | None, option("Image sizes (default: the model's).", metavar="N|HxW,...")] = None,
-    train: Annotated[bool, option("Measure training steps; of a block or operator, the backward.", "--train")] = False,
+    train: Annotated[
+        bool, option("Measure training steps, or the backward pass of a block or operator.", "--train")
+    ] = False,
     amp: Annotated[bool, option("With --train: run the forward under bf16 autocast.", "--amp")] = False,
-    data: Annotated[str, option("Memory of the images: device, or host to include the copy to the GPU.")] = "device",
+    data: Annotated[
+        str, option("Memory with the images before a call: device or host (to time the copy to the GPU too).")
+    ] = "device",
     explain: Annotated[bool, option("Print time per part, operator or kernel, and lower bounds.", "--explain")] = False,
     cold: Annotated[bool, option("Also measure the time from process start to the first output.", "--cold")] = False,
     latency: Annotated[bool, option("Measure p50, p90 and p99 latency of one image per call.", "--latency")] = False,

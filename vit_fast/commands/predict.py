@@ -150,7 +150,12 @@ def evaluate(
     backend: Backend = "auto",
     data_config: DataConfigFile = None,
     confusion: Annotated[Path | None, option("Draw the confusion matrix to this .png, .svg or .pdf file.")] = None,
-    as_json: Annotated[bool, option("Print JSON with all disagreements and the classes of FOLDER.", "--json")] = False,
+    as_json: Annotated[
+        bool,
+        option(
+            "Print JSON with the classes of FOLDER and, with --against, all images whose predictions differ.", "--json"
+        ),
+    ] = False,
 ) -> None:
     """Measure top-1, top-5 and per-class accuracy of a model on labeled images, or compare it with a second model."""
     from ..apps.classifiers import class_names_for, draw_confusion, labeled_images, read_class_names

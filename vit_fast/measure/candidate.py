@@ -101,7 +101,7 @@ class Candidate:
             "frozen" if self.frozen else "",
             "graphs" if self.graphs else "",
             f"{self.threads} threads" if self.threads else "",
-            f"split into {self.split}" if self.split else "",
+            f"{self.split} images per call" if self.split else "",
         ]
         return ", ".join(filter(None, words)) or "original"
 
