@@ -15,8 +15,8 @@ One kernel folds up to two layers, usually qkv and fc1, which follow LayerNorms.
 
 - Gated layers act(g) u: row 2j of W'' is row j of the weight of g, row 2j + 1 is row j of the weight of u. So each
   output tile of the matmul contains g and u.
-- q and k, if the epilogue rotates pairs of channels j and j + D/2: these become adjacent. q k^T does not depend on the
-  order of channels.
+- If the epilogue rotates pairs of channels j and j + D/2 of the heads of q and k (D is head_dim), the two channels
+  become adjacent. q k^T does not depend on the order of channels.
 
 Source: vit-fast's own derivation, checked in fp64 by the tests.
 """

@@ -10,13 +10,13 @@ be the gradient of z, g = dz W'' the gradient of n, and U = dz^T n. Indices: m (
     db     = sum_m dz
 
 For a LayerNorm, mean_j(g) is 0 except for rounding errors, because the rows of W'' sum to 0. C * mean_j(g n) equals
-sum_f(dz (z - c)). There are two cases:
+sum_f(dz (z - c)). There are two ways to compute dx:
 - dz is an input (qkv): `_layer_norm_grad_kernel` computes dx from dz W and x. g = (dz W) gamma gives the same dx as
   dz W'': a LayerNorm subtracts mean_j(g). The kernel also writes n, unless x was normalized beforehand.
 - dz is computed by a matmul (fc1, before an activation): the epilogue sums dz (z - c) and stores dz~ = rstd dz. Then
   U = dz~^T x - sum_m(dz~ * mean): the sum, a vector [F], is subtracted from every column.
 
-Before a residual r, with LayerScale ls, y = r + ls (h W^T + b). With V = dy^T h:
+Before a residual r, with LayerScale ls, y = r + ls (h W^T + b). Let dy be the gradient of y, and V = dy^T h:
 
     dW  = ls V
     dls = sum_f V W + b sum_m dy

@@ -3,8 +3,8 @@
 The norm is folded into the second layer, like the LayerNorm into the first layer (`folding.py`). In half precision, the
 second matmul reads the hidden layer h [M, F] itself; the first matmul or an extra kernel writes statistics of h.
 
-Let h^ = (h - mean) rstd, y' = h^ W''^T + c and y = r + ls y', with residual r and LayerScale ls. With the gradients dy
-of y and g = (ls dy) W'' of h^:
+Let h^ = (h - mean) rstd, y' = h^ W''^T + c (W'' [C, F] and c [C]: `folding.py`), and y = r + ls y' with residual r and
+LayerScale ls. Let dy be the gradient of y, and g = (ls dy) W'' the gradient of h^. Then:
 
     dh    = rstd (g - h^ * along)
     along = sum_F(g h^) / F = sum_C(ls dy (y' - c)) / F
@@ -12,7 +12,7 @@ of y and g = (ls dy) W'' of h^:
 For a LayerNorm, the mean of g over F is 0 except for rounding errors. `along` is computed without g: the forward saves
 y' - c [M, C], and `_along_kernel` reads y' - c and dy, which are narrower than h. This kernel also sums dy over M for
 the gradients of beta and bias. The "activation_grad" or "gated_grad" matmul computes g and dh, and stores h^ instead of
-h. With h^, the formulas of `gradients.py` for normalized rows give the gradients of W, gamma, beta and bias.
+h. With dz = ls dy and n = h^, the formulas of `gradients.py` give the gradients of W, gamma, beta and bias.
 
 Source: differentiation of the formulas above.
 """
@@ -38,8 +38,8 @@ def hidden_linear_residual(
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Returns [residual +] scale (norm(h) W^T + b) [M, C] in `dtype`, and two tensors for the backward.
 
-    The first is y' - c [M, C] in `dtype`, or None without `training`. The second, fp32 [2, M],
-    contains mean and rstd of h, if `training`. In half precision, rstd is negative for a constant row.
+    The first is y' - c [M, C] in `dtype`, or None without `training`. The second, fp32 [2, M], contains mean and rstd
+    of h, if `training`. In half precision, a negative rstd marks a constant row (`layer_norm.py`).
 
     Args:
         part: LayerNorm statistics of h [M, F]; None for fp32 h, which an extra kernel normalizes.

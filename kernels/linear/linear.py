@@ -129,7 +129,7 @@ def activation_gradient(
 def input_gradient(
     scaled: Tensor, row_part: Tensor, x: NormInput, folded: FoldedLinear, residual: Tensor | None, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns [residual +] dx [M, C] twice: in the dtype of x, and, if `rounded`, in the dtype of the matmuls.
+    """Returns [residual +] dx [M, C] in the dtype of x; also in that of the matmuls if `rounded`, else the same tensor.
 
     `scaled` and `row_part` are the first two results of `activation_gradient`.
     """

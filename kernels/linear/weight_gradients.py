@@ -1,8 +1,8 @@
 """Gradients of the parameters of linear layers and norms, from the matmuls of `weight_matmuls.py`, in two launches.
 
-The kernels handle up to two linear layers after LayerNorms ("folded") and up to two before residuals. `gradients.py`
-contains the formulas. The first kernel computes gradients of all weights, and of biases of layers after LayerNorms. The
-second kernel computes those of gamma, beta, the other biases and LayerScales, from partial sums of the first kernel.
+The kernels handle up to two linear layers after LayerNorms ("folded") and up to two before residuals. Formulas and
+symbols: `gradients.py`. The first kernel computes gradients of all weights, and of biases of layers after LayerNorms.
+The second computes those of gamma, beta, the other biases and LayerScales, from partial sums of the first kernel.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def parameter_gradients(
     """Returns the gradients of up to two linear layers after LayerNorms and two before residuals.
 
     Each result has the attributes weight, bias, and either gamma, beta, gate and gate_bias, or scale; None if absent.
-    All layers have the same M and number of splits.
+    All layers must have the same M and number of splits.
     """
     layers, branches = [*map(_folded_layer, folded)], [*map(_residual_layer, residual)]
     (_, layer, norm), (_, layer2, norm2) = [*layers, _NO_FOLDED, _NO_FOLDED][:2]

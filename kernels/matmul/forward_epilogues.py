@@ -6,13 +6,13 @@
     "gated":             out = act(g) u, half as wide; columns 2j and 2j + 1 of z are g and u (`folding.py`)
     "residual":          out = [residual +] [scale] (acc + bias)
 
-If a norm of A's rows is folded into B, "residual" uses z - bias in place of acc. `scale` contains the scales of e4m3
-weights. In "residual", `scale` also contains LayerScale, and `bias` is divided by the scales of e4m3 weights.
+If a norm of A's rows is folded into B, "residual" uses rstd (acc - mean weight_sum) in place of acc. `scale` contains
+the scales of e4m3 weights. In "residual", it is multiplied by LayerScale, and `bias` is divided by the scales of e4m3
+weights, because `scale` multiplies acc + bias.
 
-Norms of q and k read the unrounded fp32 values of a whole head. The two channels of a rotary pair are adjacent columns:
-if necessary, the rows of the weight were permuted (`folding.py`).
+Norms of q and k read unrounded fp32 values. The two channels of a rotary pair are adjacent columns (`folding.py`).
 
-`where` is (row, column, M, N) of a sub-tile, SHAPE is (rows, columns, TMA, dtype of the stored values).
+`where` is (row, column, M, N): start of a sub-tile, and size of A B. SHAPE is (rows, columns, TMA, stored dtype).
 """
 
 from __future__ import annotations

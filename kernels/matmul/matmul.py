@@ -9,7 +9,7 @@ split-K: out[split] = A B over one of `splits` parts of K, in fp32. `split_k.py`
 
 Operands in e4m3 (`ptx.py`) have scales. Tensor cores of sm_90 accumulate e4m3 products in about 14 bits: each MMA over
 32 elements of K adds a relative error of up to 2^-13. For comparison, rounding an operand to e4m3 has a relative error
-of up to 2^-4. Adding partial sums in fp32 every 128 elements would make 128 x 256 tiles run out of registers.
+of up to 2^-4. Adding partial sums in fp32 every 128 elements would be more precise, but 128 x 256 tiles would spill.
 
 Under autocast, the residual stream (out and residual of "residual" and "layer_norm_grad") may be fp32, while A and B
 are half precision. For a folded RMSNorm, weight_sum is None and the mean is 0.
@@ -60,14 +60,14 @@ def _matmul_kernel(
     # below, "layer_norm" stands also for "gated", "rotary" and "qk_norm", and "activation_grad" also for "gated_grad"
     z,  # [M, N] or None. Pre-activation: "layer_norm" stores it, "activation_grad" reads it. "residual" stores acc
     h,  # [M, N] or None: "activation_grad" stores h (or h^), "layer_norm_grad" stores out in the dtype of a
-    x,  # [M, N], "layer_norm_grad": input of the LayerNorm, or n if it was normalized before the matmul
+    x,  # [M, N], "layer_norm_grad": input of the LayerNorm; if it was fp32, the normalized input (layer_norm.py)
     residual,  # [M, N] or None
     mean_ptr,  # fp32 [M] or None. Forward epilogues store it, gradient epilogues read it (None if x is normalized)
     rstd_ptr,  # fp32 [M] or None, like mean_ptr; negative for a constant row (layer_norm.py)
     bias_ptr,  # [N] or None; "gated_grad": [2 N]
     weight_sum_ptr,  # fp32 [N]; None without a folded norm and for RMSNorm
-    scale_ptr,  # None or a factor. "layer_norm": acc * fp32 [N]; "activation_grad": acc * fp32 [1];
-    # "residual": (acc + bias) * [N]
+    scale_ptr,  # None or a factor: of acc, fp32 [N], for "layer_norm"; of acc, the first element of an fp32 vector, for
+    # "activation_grad"; of acc + bias, [N], for "residual"
     out8,  # [M, N] e4m3 or None: "residual" stores out * out_scale (a reciprocal scale, ptx.py)
     out_scale_ptr,  # or None. fp32 [N] for out8; fp32 [1] if "layer_norm" stores `out` in e4m3
     row_part_ptr,  # fp32 or None. Forward epilogues: LayerNorm statistics of A. Gradients: partial sums of rows,

@@ -37,7 +37,7 @@ class MatmulConfig:
     """Configuration of a matmul launch.
 
     With `flatten`, the loops over tiles and over K are pipelined as one loop: the loads of the next tile overlap the
-    epilogue of the current tile. Ignored for "partial" and `weight_matmuls.py`, which only store the sums.
+    epilogue of the current tile. "partial" and `weight_matmuls.py` ignore `flatten`, because they only store the sums.
     """
 
     block_m: int
@@ -64,7 +64,7 @@ class MatmulConfig:
 class HeadStep:
     """Norms and rotary embeddings of q and k in the epilogue of a qkv matmul."""
 
-    settings: QkvSettings  # norms over each head; tables [B or 1, 1, T, D / 2] with `rotary.can_be_read`
+    settings: QkvSettings  # norms over each head; tables [B or 1, 1, T, D / 2] that pass `rotary.can_be_read`
     tokens: int  # per image
     head_dim: int
 

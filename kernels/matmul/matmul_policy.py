@@ -34,7 +34,7 @@ _L2_PORT = 64  # bytes per cycle from L2 to one multiprocessor
 _L2_HOLDS = 2**25  # bytes
 _SHARED_BYTES = 128  # bytes per cycle of shared memory, from which the warps read the operands of mma.sync
 _LATENCY = 700  # cycles from issuing the loads of a tile of A and B to the arrival of the data
-_ISSUE = 3.0  # instructions per cycle in an epilogue: 75 % of four schedulers
+_ISSUE = 3.0  # instructions per cycle in an epilogue: 75 % of the peak of four schedulers
 _DRAIN = 600  # cycles of exposed latency per epilogue: first loads and last stores
 _OVERHEAD = 2500  # cycles from the end of a kernel to the arrival of the next kernel's first loads, in a CUDA graph
 # A warp executes, outside the loop over K, _TILE_INSTRUCTIONS per tile and _INSTRUCTIONS per element of a thread.
@@ -43,15 +43,15 @@ _INSTRUCTIONS = {
     "layer_norm": 7, "rotary": 18, "qk_norm": 29, "gated": 10, "residual": 2, "activation_grad": 35, "gated_grad": 54,
     "layer_norm_grad": 11, "partial": 4,
 }  # fmt: skip
-_ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 8, 7, 5  # added for, in order, GELU, residual, statistics, e4m3 output
+_ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 8, 7, 5  # added for an activation, residual, statistics, e4m3 output
 
 
 @dataclass(frozen=True)
 class Problem:
     """Input of the launch policy.
 
-    A tile must contain whole pieces of the LayerNorm statistics it stores. With a norm of the hidden layer, tiles of
-    more than 128 x 128 spill.
+    A tile that stores LayerNorm statistics must contain whole pieces of rows (64 columns, `row_parts.py`). With a norm
+    of the hidden layer, tiles of more than 128 x 128 spill.
     """
 
     gpu: Gpu
@@ -60,7 +60,7 @@ class Problem:
     tma: bool  # TMA descriptors can describe the operands
     sizes: tuple[int, int, int]  # M, N, K
     itemsize: int
-    instructions: int  # of the epilogue, per element and thread, counted in SASS of sm_90
+    instructions: int  # of the epilogue, per element of a thread, counted in SASS of sm_90
     narrowest: int  # minimum columns of a tile
     largest: int  # maximum elements of a tile
     head: int  # columns of a sub-tile, for "qk_norm"; 0: any
@@ -146,8 +146,8 @@ def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
 def rows_in_whole_waves(operands: Operands) -> int:
     """Returns the number of rows for the first launch of a "residual" matmul; a second launch computes the rest.
 
-    The tiles of the first launch fill whole waves, because a partial wave takes as long as a whole one. The second
-    launch spreads the other rows over the GPU with smaller tiles or split-K. Returns all rows if one launch is faster.
+    The tiles of the first launch fill whole waves as far as possible, because a partial wave often takes as long as a
+    whole one. The second launch may use smaller tiles or split-K. Returns all rows if one launch is faster.
     """
     return operands.sizes[0] if is_interpreted() else best_head(_problem(operands, "residual"))
 
@@ -232,7 +232,7 @@ _TWO_SQUARES = _tma(128, 128, 64, sub_tiles=4, ctas_per_sm=2)
 _SMALL = _tma(64, 64, 64, num_stages=4, ctas_per_sm=2)
 _FLAT_SQUARE = replace(_SQUARE, num_stages=4, flatten=True)
 _HOPPER = (_FLAT_SQUARE, _tma(64, 128, 64, sub_tiles=2, num_stages=4, ctas_per_sm=2), _SMALL)
-_FP8 = tuple(replace(config, block_k=128) for config in (_WIDE, *_HOPPER))  # as many bytes as in half precision
+_FP8 = tuple(replace(config, block_k=128) for config in (_WIDE, *_HOPPER))  # 128 bytes, as in half precision
 _SMALL_TF32 = _tma(64, 64, 32, ctas_per_sm=2)
 # z and dz of "gated_grad" are twice as wide as acc
 _GATED_SMALL, _GATED_TF32 = _tma(64, 64, 64, sub_tiles=2, ctas_per_sm=2), replace(_SMALL_TF32, sub_tiles=2)
@@ -240,14 +240,14 @@ _GATED_SMALL, _GATED_TF32 = _tma(64, 64, 64, sub_tiles=2, ctas_per_sm=2), replac
 _TMA_TABLES: dict[tuple[str, str], dict[str, tuple[MatmulConfig, ...]]] = {
     ("hopper", "half"): {
         "other": (_WIDE, *_HOPPER),
-        # without maxnreg, ptxas uses up to 247 registers; these limits cause no spills
+        # without maxnreg, ptxas uses up to 247 registers; these limits leave some of them free, without spills
         "layer_norm": (replace(_WIDE, maxnreg=184), *_HOPPER),
         "gated": (replace(_WIDE, maxnreg=232), *_HOPPER),
         "gated_grad": (replace(_FLAT_SQUARE, sub_tiles=4, num_stages=3, maxnreg=232), _GATED_SMALL),
     },
     ("blackwell", "half"): {
         "other": (_WIDE, _TWO_SQUARES, _SMALL),
-        # with LayerNorm statistics as input or output, other tiles or values of maxnreg spill
+        # with LayerNorm statistics as input or output, these tiles and values of maxnreg avoid spills
         "layer_norm": (_WIDE, replace(_TWO_SQUARES, maxnreg=192), _SMALL),
         "residual": (replace(_WIDE, maxnreg=248), _SQUARE, _SMALL),
         "partial": (_SQUARE, replace(_SMALL, maxnreg=128)),  # 256 columns spill; 64 spill without maxnreg
@@ -276,7 +276,7 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
     if kind != "half":
         return ()
     table = config_table(arch, kind, "rotary", tma)
-    # without maxnreg, ptxas uses 249 registers on sm_90, more than needed
+    # without maxnreg, ptxas uses 249 registers on sm_90, but 232 cause no spills
     of_64 = [replace(c, sub_tiles=c.block_n // 64, maxnreg=232 if c.block_n == 256 else c.maxnreg) for c in table]
     of_128 = [replace(c, sub_tiles=1) for c in table if c.block_n == 128]
     eight = [replace(c, num_warps=8, ctas_per_sm=1) if c.block_m == 128 else c for c in of_128]
@@ -299,7 +299,7 @@ def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, .
         return (MatmulConfig(64, 64, 32, num_warps=8, num_stages=stages, ctas_per_sm=2),)
     quarters = half and (blackwell or (arch == "sm_120" and grad))
     halves = (blackwell or (grad and not hopper)) if half else arch == "sm_120"
-    # without maxnreg, ptxas uses 96 registers
+    # without maxnreg, ptxas uses as few as 72 registers, and some kernels spill
     limit = 160 if blackwell and epilogue == "layer_norm" else None
     # an iteration takes 512 cycles on an A100; a fourth stage leaves a margin for loads that take longer than _LATENCY
     stages = 4 if half and arch == "sm_80" else 3
