@@ -1,7 +1,4 @@
-"""Softmax attention of batches and packed sequences: public functions, and the operator `vit_fast::attention`.
-
-The operator takes q, k and v as three tensors, or as one tensor that contains all three.
-"""
+"""Softmax attention of batches and packed sequences: public functions, and the operator `vit_fast::attention`."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ def attention(
         v: Values, with the shape, dtype and device of k.
         scale: Multiplier of q k^T, positive with triton. None means D**-0.5.
         key_mask: bool [B, N_kv], False for padding. The output of an image is 0 if its mask is all False.
-        backend: "eager", "sdpa", "triton" or "auto": triton or sdpa, chosen by device, dtype and precision settings.
+        backend: "eager", "sdpa", "triton", or "auto" to choose triton or sdpa by device, dtype and precision settings.
     Returns:
         [B, H, N_q, D] in q.dtype; triton accumulates in fp32. Under autocast, autocast's dtype unless q is fp64.
     Raises:
@@ -167,11 +164,12 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Drop-in replacement for torch.nn.functional.scaled_dot_product_attention, with the same signature and results.
+    """Drop-in replacement for torch.nn.functional.scaled_dot_product_attention, with the same signature.
 
-    On supported GPUs, the Triton kernel runs calls without a mask, or with a boolean mask whose sizes or strides show
-    that it is equal for all queries and heads; its values are not read. torch's function runs all other calls: e.g.
-    with dropout, a causal mask, grouped-query attention, torch.func, fp32 without TF32, or if only MATH is allowed.
+    On supported GPUs, the Triton kernel runs calls without a mask, or with a boolean mask that is equal for all queries
+    and heads. Only the mask's sizes and strides decide this, not its values, so nothing waits for the GPU.
+    torch's function runs all other calls: e.g. with dropout, a causal mask, grouped-query attention, torch.func, fp32
+    without TF32, or if torch.backends.cuda allows only the MATH backend.
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     # torch's function runs nested tensors, subclasses such as DTensor, and torch.fx Proxies. Check the tensors first:

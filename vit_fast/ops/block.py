@@ -6,8 +6,8 @@
 A kernel folds the norms into the weights of qkv and fc1, unless `folded.py` has already done so. For drop path, run
 one half with residual=False, and compute x + drop_path(output).
 
-A block with half-precision x passes LayerNorm statistics of its output, fp32 [M, 2, row_parts(C)], to the next block.
-M is the number of tokens. One kernel writes statistics per 64 columns; the next combines them (`kernels/row_parts.py`).
+With half-precision x, a block can return LayerNorm statistics of its output, fp32 [M, 2, row_parts(C)], for the next
+block. M is the number of tokens. Statistics are per 64 columns; the next kernel combines them (`kernels/row_parts.py`).
 
 The backward (`block_backward.py`) needs the input of each norm. fp32 inputs are saved normalized, in the dtype of the
 matmuls, with the reciprocal standard deviation rstd, fp32 [1, M]. Half-precision inputs are saved with mean and rstd.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class BlockSettings(NamedTuple):
-    """Non-tensor arguments of `fused_block`: eight numbers, then the values that `text_of` encodes."""
+    """Non-tensor arguments of the block operators: eight numbers, then the values that `text_of` encodes."""
 
     heads: int
     scale: float  # multiplier of q k^T
@@ -79,19 +79,19 @@ def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors
 
 
 def gradient_names(s: BlockSettings) -> list[str]:
-    """Returns the name of each tensor in the list, or "" for a tensor without gradient."""
+    """Returns the name of each tensor in the operator's list, or "" if it has no gradient."""
     return ["" if (name := _NAMES[number]) in _CONSTANT else name for number in s.present]
 
 
 def saved_names(s: BlockSettings) -> list[str]:
     """Returns the names of the tensors that the forward saves for the backward.
 
-    norm1_input, statistics1: Input of norm1, mean and rstd, fp32 [2, M]. For fp32 x: normalized input, rstd [1, M].
+    norm1_input, statistics1: Input of norm1; its mean and rstd, fp32 [2, M]. For fp32 x: normalized input; rstd [1, M].
     norm2_input, statistics2: The same for norm2.
     qkv [B, N, 3, H, D], mixed [B, N, H, D], lse [B, H, N]: Input, output and log-sum-exp of the attention.
     before_norm: qkv before the norms of q and k.
     z: Output of fc1 [M, F]; with a gate [M, 2 F], in which columns of the gate and of fc1 alternate.
-    branch, hidden: Second and third result of `hidden_linear_residual` (`hidden_norm.py`), for a norm before fc2.
+    branch, hidden: For a norm before fc2: y' - c [M, C] of `hidden_norm.py`; mean and rstd of the norm, fp32 [2, M].
     """
     names = []
     if _QKV in s.present:

@@ -79,10 +79,10 @@ class Keys(NamedTuple):
 class BlockTensors(NamedTuple):
     """The parameters of a block. Absent parameters, and all parameters of an absent half, are None.
 
-    `fold` in `folded.py` folds norms and gate into weight and bias of qkv, fc1 and, after an inner
-    norm, fc2. It sets `*_sum` of these layers, and sets the fields of norms and gate to None. In e4m3, `*_factor`
-    are the reciprocal scales of a layer's input, `*_row_scale` scale the rows of its weight, and scale1 and scale2 are
-    row scales times LayerScale.
+    `fold` in `folded.py` folds norms and gate into weight and bias of qkv, fc1 and, after an inner norm, fc2. It sets
+    `*_sum` of these layers, and sets the fields of norms and gate to None. If a layer is in e4m3, its `*_factor` is the
+    reciprocal scale of its input. For qkv and fc1, `*_row_scale` are the scales of the weight's rows. For proj and fc2,
+    scale1 and scale2 contain these scales, multiplied by LayerScale.
     """
 
     norm1_weight: Tensor | None = None  # [C]

@@ -1,12 +1,12 @@
 """Parameters of a block for inference: norms folded into the weights, which may be rounded to e4m3.
 
-With scales s from `vit_fast.calibrate`, qkv, attention, proj, fc1 and fc2 take one launch each. A kernel that writes
-the residual stream x also writes LayerNorm statistics and x8 = x / s in e4m3. With the weight W8 and its scales `rows`
-from `reference.fp8_weight`, qkv and fc1 compute
+With scales s from `vit_fast.calibrate`, qkv, attention, proj, fc1 and fc2 take one launch each. proj and fc2 write the
+residual stream x and, for the next norm, its LayerNorm statistics and x8 = x / s in e4m3. `reference.fp8_weight`
+returns the scales `rows` and W8 = W gamma s / rows in e4m3. Then qkv and fc1 compute
 
-    z = rstd (rows (x8 W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(rows W8 / s)
+    z = rstd (rows (x8 W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(rows W8 / s),  shift = W beta + b
 
-so the mean is multiplied by the same rounded weight as x. A layer without s stays in half precision. The reference is
+So the mean is multiplied by the same rounded weight as x. A layer without s stays in half precision. The reference is
 `reference.fp8_block`.
 """
 
@@ -68,7 +68,7 @@ def fold(
             if (scale := scale_of[name]) is None:
                 new[f"{name}_weight"] = weight.to(dtype).contiguous()
                 continue
-            # computes layer_scale * rows * (a W8^T + bias / rows)
+            # the kernel computes layer_scale * rows * (a8 W8^T + bias / rows), with a8 = input / scale in e4m3
             values, rows = reference.fp8_weight(weight, scale)
             layer_scale = getattr(t, of_scale)
             new |= {f"{name}_weight": values.to(E4M3), f"{name}_factor": scale.reciprocal().reshape(1)}

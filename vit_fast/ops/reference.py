@@ -93,9 +93,9 @@ def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None)
     """Quantizes a weight [F, K] to e4m3; returns the values as fp64 [F, K], and their scales per row, fp32 [F].
 
     The weight is first multiplied by gamma [K] of the norm before the layer, and by `scale` ([K] or []), which divides
-    the layer's input. Unlike the half-precision fold (`folding.py`), this does not center the rows of the weight.
-    Large ViTs multiply very large channels by small weights, and centering would enlarge these weights and their
-    rounding errors. A row with a scale below 2^-100 becomes zeros, so that fp32 can represent bias / row scale.
+    the layer's input. Unlike the half-precision fold (`folding.py`), this does not subtract the mean of each row.
+    Large ViTs multiply very large channels by small weights, and subtracting the mean would enlarge these weights and
+    their rounding errors. A row with a scale below 2^-100 becomes zeros, so that fp32 can represent bias / row scale.
     """
     folded = weight.double() if norm_weight is None else weight.double() * norm_weight.double()
     folded = folded * scale.double()

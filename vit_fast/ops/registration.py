@@ -2,10 +2,9 @@
 
 `torch.library.custom_op` needs more host time per call. Here, a call reaches the implementation directly unless a mode
 or a tensor subclass intercepts it. The implementation runs through a launch plan (`kernels/plan.py`): later calls with
-the same signature replay the launches and skip all checks.
+the same signature usually replay its launches instead of running it.
 
-An operator may take at most one list of tensors. `text_of` encodes constants as one string. Numbers that torch.compile
-may trace are separate arguments.
+`text_of` encodes constants as one string. Numbers that torch.compile may make SymInts must be separate arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ from ..errors import UnsupportedInputError
 
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 CACHED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Cached weights (`Frozen` in `blocks/frozen.py`) by the address of their first tensor; by id if they have none."""
+"""Maps the address of the first tensor of each `Frozen` (cached weights, `blocks/frozen.py`) to that object.
+The key of a `Frozen` without tensors (`Packed`) is its id."""
 _LIBRARY = torch_library.Library("vit_fast", "FRAGMENT")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -49,7 +49,7 @@ def operator(
     """Registers a function as the operator vit_fast::name for every device; returns a function that calls the operator.
 
     Args:
-        schema: Arguments and outputs in torch's notation.
+        schema: Arguments and outputs in torch's notation. It may contain at most one list of tensors as an argument.
         function: The implementation. It must not change its arguments, and no output may share memory with an argument.
         what: Name of the operator in error messages.
         fake: Returns empty outputs with the shapes, strides and dtypes of the real ones.
@@ -58,8 +58,8 @@ def operator(
         backward: Maps the gradient of the first output, and both results of `save`, to the gradients of the leading
             arguments, with lists flattened. Other outputs are not differentiable. None means that differentiation
             raises an error, as for backward operators.
-        cached: Position, in the flattened arguments, of the weight whose address is a key of `CACHED`. Every
-            call first updates the cached weights if the parameters changed, also in a compiled graph.
+        cached: Position of a weight in the flattened arguments. If its address is a key of `CACHED`, every call first
+            updates the cached weights if the parameters changed, also in a compiled graph.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     registered = getattr(torch.ops.vit_fast, name).default

@@ -1,7 +1,7 @@
 """`fuse(model, precision="fp8")`: selects the blocks that run in e4m3, and the layers that stay in half precision.
 
-Calibration and selection run emulated FP8: a copy of the model that shares its tensors, on any device. Its blocks run
-the e4m3 reference instead of the kernels, in fp32. All other modules run in the model's dtype, with sdpa if fused.
+Calibration and selection run a copy of the model that shares its tensors ("emulated FP8"), on any device. Its blocks
+run `reference.fp8_block` in fp32 instead of the kernels. Other modules run in the model's dtype, with sdpa if fused.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ IMAGES_FOR_ORDER = 32
 """Largest number of images used to rank the layers by sensitivity."""
 IMAGES: weakref.WeakKeyDictionary[nn.Module, list[Tensor]] = weakref.WeakKeyDictionary()
 """Calibration images of each model."""
-Linear = tuple[str, str]  # a block's name, and one of LINEARS
+Linear = tuple[str, str]  # a block's name, and one of LINEARS ("qkv", "proj", "fc1", "fc2")
 
 
 class EmulatedBlock:
-    """Runs a block by its reference; replaces the block's Fp8Scales.
+    """Runs a block with `reference.fp8_block`; replaces the block's Fp8Scales.
 
     Attributes:
         scales: Scales of the layers that are rounded; None for the others.
@@ -107,9 +107,9 @@ def _wide(tensor: Tensor | None) -> Tensor | None:
 
 
 def emulate(copied: nn.Module) -> tuple[list[EmulatedBlock], dict[str, str]]:
-    """Makes blocks of a fused copy run the reference if the kernels could run them as one operator.
+    """Makes blocks of a fused copy run the reference if the kernels could run them as one operator without inner norm.
 
-    Returns these blocks in the model's order, with no layer rounded yet, and why others were skipped, by name.
+    Returns these blocks in the model's order, with no layer rounded yet, and why others were skipped, by block name.
     """
     found, skipped = [], {}
     names = {module: name for name, module in copied.named_modules()}
@@ -144,7 +144,7 @@ def _required(
     """Finds the fewest linear layers, besides `always`, that must stay in half precision for top-1 agreement `wanted`.
 
     A layer's sensitivity is the change of the logits if this layer alone is rounded. Bisection finds how many of the
-    most sensitive layers must stay. Also returns the agreement that is reached.
+    most sensitive layers must stay. Also returns the reached agreement with the model that rounds no layer.
     """
     everything = {name: own.all()._asdict() for name, own in scales.items()}
 
@@ -276,7 +276,7 @@ def _kept_by_name(blocks: Sequence[EmulatedBlock], keep: Iterable[str]) -> dict[
 
 @torch.no_grad()
 def switch(model: nn.Module, choice: Choice | None) -> None:
-    """Switches the blocks of `choice` to e4m3, and all others back. On an error, some attributes may have changed."""
+    """Switches only the blocks of `choice` to e4m3. On an error, restores `kept`; the caller restores attributes."""
     owners = [(name, block, own) for name, block in model.named_modules() if (own := scales_of(block)) is not None]
     before = [(own.kept, own.kept.clone()) for _, _, own in owners]
     try:

@@ -4,8 +4,8 @@ int8, uint8        x ~ s (x_q - z), z = 0 for int8; weights are int8 with one sc
 e4m3               x ~ s x_q, s = max |.| / 448; for the kernels, s of an activation is rounded up to a power of two
 
 Ranges come from calibration images: "largest" covers every element, "percentile" clips the largest ones, and "mean
-squared error" minimizes |x - Q(x)|^2. The caller selects the range with the smallest error of the matmuls that read
-the activation.
+squared error" minimizes |x - Q(x)|^2, where Q quantizes and dequantizes. The caller selects a range by the error of
+the matmuls that read the activation.
 
 Smoothing moves the scale of large channels from an activation into the weights that read it: x W = (x / s) (s W).
 Source: SmoothQuant, arxiv.org/abs/2211.10438, alpha = 0.5.
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 PERCENTILES = (99.99, 99.9)
 TOKENS_BY_CHANCE, TOKENS_LARGEST = 8, 4  # samples per image; only few tokens contain massive activations
-MAX_TOKENS = 1536  # samples per activation; more are reduced to the largest and random ones, a third each
+MAX_TOKENS = 1536  # samples per activation; if more, MAX_TOKENS // 3 largest and as many random ones stay
 SHRINK = np.linspace(0.2, 1.0, 17)  # ranges that "mean squared error" tries, relative to the largest
 NEAR = 1.02  # candidates within this factor of the smallest loss count as equal; the first of them is selected
 
@@ -156,7 +156,7 @@ def first_near_best(tried: Sequence[tuple[float, T]]) -> tuple[float, T]:
 
 
 def fewest_excluded(by_damage: Sequence[T], passes: Callable[[Collection[T]], bool], most: int) -> tuple[T, ...] | None:
-    """Finds by bisection the fewest layers that must stay in higher precision; the most sensitive come first.
+    """Returns the fewest layers that must stay in higher precision; bisects `by_damage`, most sensitive layers first.
 
     Assumes that excluding none does not pass. Returns None if excluding `most` layers does not pass either.
     """
