@@ -4,10 +4,10 @@ Exact GELU is x Phi(x), where Phi is the standard normal CDF. fp32 results use e
 
     Phi(x) = 1 / (1 + exp(-x P(|x|)))
 
-P is a polynomial of degree 5, fitted to log(Phi(x) / Phi(-x)) / x on |x| <= 5.6 with a small relative error in both
-tails. The approximation takes a third of the instructions of erf, with one EX2 and one RCP. Its error is below one ulp
-of the fp16 or bf16 result, or below 1e-8 if that is larger. Unlike 1 + erf(x / sqrt(2)), the approximation does not
-suffer cancellation in the negative tail.
+P is a polynomial of degree 5, fitted to log(Phi(x) / Phi(-x)) / x on |x| <= 5.6. The approximation takes a third of the
+instructions of erf, including one exp2 and one reciprocal. The error of GELU is below one ulp of the fp16 or bf16
+result, or below 1e-8 where an ulp is smaller than 1e-8. Unlike 1 + erf(x / sqrt(2)), the approximation does not suffer
+cancellation in the negative tail.
 
 Tanh GELU (arXiv 1606.08415) is x times a logistic function too, because 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
 """
@@ -45,7 +45,7 @@ def _gate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
     if ACTIVATION == "gelu":
         return _normal_cdf(x, EXACT)
     elif ACTIVATION == "gelu_tanh":
-        # -2 log2(e) sqrt(2/pi) (x + 0.044715 x^3)
+        # the argument is -2 log2(e) sqrt(2/pi) (x + 0.044715 x^3)
         return _logistic(x * (-2.302208198 - 0.1029432396 * (x * x)))
     elif ACTIVATION == "quick_gelu":
         return _logistic(x * -2.455466959)  # -1.702 log2(e)

@@ -32,7 +32,7 @@ def _real_gpu(index: int) -> Gpu:
 
 
 def generation(arch: str) -> str:
-    """Returns the tensor core generation: "ampere" (mma.sync: sm_80, 86, 89, 120), "hopper" (wgmma) or "blackwell"."""
+    """Returns "ampere" (mma.sync: sm_80, 86, 89 and 120), "hopper" (wgmma) or "blackwell" (tcgen05: sm_100, 103)."""
     number = int(arch.removeprefix("sm_"))
     return "hopper" if 90 <= number < 100 else "blackwell" if 100 <= number < 120 else "ampere"
 
@@ -52,7 +52,7 @@ def reads_descriptors(arch: str) -> bool:
 
 
 def matrix_instruction(arch: str) -> str:
-    """Returns the MMA instruction of half precision and TF32, named as in `inspect/static_checks.py`."""
+    """Returns the MMA instruction of half precision and TF32, named as in `Stats` (inspect/static_checks.py)."""
     return {"ampere": "hmma", "hopper": "hgmma", "blackwell": "tcgen05"}[generation(arch)]
 
 

@@ -1,16 +1,16 @@
-"""LayerNorm statistics, and the input of a linear layer with the LayerNorm folded in (`folding.py`).
+"""LayerNorm statistics, and the input of a linear layer with the LayerNorm folded in (`linear/folding.py`).
 
 If possible, the kernel that writes x [M, C] also writes partial statistics of each row (`row_parts.py`). Otherwise, a
 separate kernel computes them. The kernel that reads x combines them (Chan, Golub and LeVeque, 1983).
 
-Two special cases (W'', s, c and z: see `folding.py`):
+Two special cases, with W'', s, c and z as defined in `linear/folding.py`:
 - fp32 x: either the whole model is fp32, or autocast runs the matmuls in fp16 or bf16 but leaves the residual stream in
   fp32. Rounding x to the matmul dtype loses precision if |mean| is larger than the standard deviation. Also, x may
   overflow fp16. So a separate kernel first writes n = (x - mean) rstd in the matmul dtype, and z = n W''^T + c.
 - Constant rows in fp16 or bf16: the variance is 0, so rstd = 1 / sqrt(eps) would amplify the rounding error of
   x W''^T - mean s, whose exact value is 0. A negative rstd marks a constant row. The forward uses
-  max(rstd, 0), so z = c, as LayerNorm defines. The backward multiplies by |rstd|, except in the weight gradient, where
-  |rstd| would amplify cancellation errors (`gradient_epilogues.py`).
+  max(rstd, 0), so z = c, as LayerNorm defines. The backward multiplies by |rstd|, but by 1 in the weight gradient,
+  because |rstd| would amplify cancellation errors (`matmul/gradient_epilogues.py`).
 
 For RMSNorm, the stored statistics are the same, but combine into rstd = 1 / sqrt(mean(x^2) + eps) and mean = 0.
 A row of zeros counts as constant.
@@ -32,11 +32,11 @@ from .ptx import divided_columns
 from .row_parts import PIECE, row_parts
 
 # A row counts as constant if std <= 1e-6 |mean|. If values of an fp16 or bf16 row differ, std is at least
-# 2^-12 |mean| / sqrt(C), which is larger for C < 59,000.
+# 2^-12 |mean| / sqrt(C). This is more than 1e-6 |mean| for C < 59,000.
 _CONSTANT_ROW = tl.constexpr(1e-6)
 _MAX_CHUNK = 2048
 _PIECE = tl.constexpr(PIECE)
-_AT_ONCE = tl.constexpr(16)  # pieces that are loaded at once
+_AT_ONCE = tl.constexpr(16)  # pieces whose statistics are loaded at once
 _ROWS = 64
 
 
@@ -89,8 +89,8 @@ def store_statistics(part_ptr, mean, squares, row, col, M, N, ROWS: tl.constexpr
 def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr):
     """Returns mean and rstd [ROWS] of rows of C columns. rstd is negative for a constant row.
 
-    Partial statistics lie along axis 0. If they were on axis 1, Triton would propagate the layout of these loads to the
-    accumulator tile.
+    In the loaded tiles, the pieces of a row lie along axis 0. If they were on axis 1, Triton would propagate the layout
+    of these loads to the accumulator tile of the matmul.
     """
     step = tl.arange(0, ROWS)
     inside = (row + step < M)[None, :]
@@ -195,7 +195,7 @@ def _normalize_kernel(
     rstd_ptr,  # output: fp32 [M]
     normalized_ptr,  # output: [M, C]
     M, C, eps,
-    RMS: tl.constexpr,  # mean is 0
+    RMS: tl.constexpr,  # RMSNorm: mean is 0
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

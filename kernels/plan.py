@@ -15,7 +15,7 @@ function that uses a tensor from outside, or returns anything but tensors, canno
 Buffers that only kernels use share one allocation, and may overlap if their live ranges are disjoint. So a kernel must
 never read buffer memory that no kernel has written before.
 
-Under Triton's interpreter, with launch hooks and with debug options, functions run without plans.
+Functions run without plans in Triton's interpreter, and while launch hooks or debug options are active.
 
 The recorder maps tensor objects, not addresses, to values, because several values may have the same address.
 """
@@ -100,7 +100,7 @@ def plans() -> list[LaunchPlan | None]:
 
 
 def _record(key: tuple[Any, ...], function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Runs the function and stores its plan. If a kernel was not compiled yet, a later call records the plan."""
+    """Runs the function and stores its plan. If a launch has no `Ready`, a later call records the plan."""
     # detach() makes new tensor objects, so a tensor passed twice is recorded as two inputs
     own = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
     recorder = _Recorder([value for value in own if isinstance(value, Tensor)])
@@ -136,7 +136,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.complete = True  # False if a kernel was not compiled yet; a later call then records the plan
+        self.complete = True  # False if a launch had no `Ready`; a later call then records the plan
         self._device = inputs[0].device if inputs else torch.device("cpu")
         self._values: list[_Value] = []
         self._steps: list[Step] = []
@@ -179,7 +179,7 @@ class _Recorder(TorchDispatchMode):
         self._steps.append(TorchCall(func, positional, named, len(fresh)))
 
     def record_launch(self, launch: Launch, ready: Ready | None) -> None:
-        """Records a launch; `ready` is None if the kernel was not compiled yet."""
+        """Records a launch; `ready` is None if e.g. triton is still compiling the kernel."""
         if ready is None:
             self.complete = False
             return
@@ -189,7 +189,7 @@ class _Recorder(TorchDispatchMode):
         try:
             values = [self._planned_value(everything[name]) for name in ready.names]
             self._steps.append(PlannedLaunch(ready, (x, y, z), values))
-        except (LookupError, AttributeError):  # also if Triton's launcher has other internals
+        except (LookupError, AttributeError):  # `PlannedLaunch` does not know this version of Triton's launcher
             self._failed = True
 
     def _planned_value(self, value: Any) -> Any:
@@ -230,7 +230,7 @@ class _Recorder(TorchDispatchMode):
     def _view(self, tensor: Tensor) -> View:
         at = self._at(tensor)
         if tensor.dtype != self._values[at.value].dtype:
-            raise UnplannableError("memory is read with another dtype")
+            raise UnplannableError("a tensor is viewed with another dtype")
         return View(at, tensor.shape, tensor.stride(), tensor.dtype)
 
     def plan(self, result: Any) -> LaunchPlan:
@@ -265,7 +265,7 @@ class _Recorder(TorchDispatchMode):
 
     def _arrange(self, outputs: Sequence[View]) -> tuple[dict[int, At], tuple[Any, ...]]:
         """Returns {recorded value: At(final number, offset)}, and (shape, stride, dtype) of each buffer."""
-        spans: dict[int, tuple[int, int]] = {}  # index of first and last use
+        spans: dict[int, tuple[int, int]] = {}  # value -> indices of the first and last step that uses it
         as_tensor = {view.at.value for view in outputs}
         for position, step in enumerate(self._steps):
             for number in step.uses():
@@ -282,7 +282,7 @@ class _Recorder(TorchDispatchMode):
             if number in as_tensor:
                 places[number] = At(inputs + len(buffers), 0)
                 views = [view for view in outputs if view.at.value == number]
-                own: Any = value  # if one view covers the whole buffer, allocate the buffer with the view's shape
+                own: Any = value  # if the only output in a buffer covers all of it, allocate the output's shape
                 if len(views) == 1 and not views[0].at.offset and views[0].bytes == value.bytes:
                     own = views[0]
                 buffers.append((own.shape, own.stride, own.dtype))
@@ -303,7 +303,7 @@ class _Recorder(TorchDispatchMode):
 def _overlay(needs: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
     """Returns {buffer: offset in the shared allocation}, and the size of the allocation, in bytes.
 
-    Buffers may overlap if their live ranges are disjoint. `needs`: {buffer: (bytes, index of first use, of last use)}.
+    Buffers may overlap if their live ranges are disjoint. `needs`: {buffer: (bytes, first step, last step)}.
     """
     offsets: dict[int, int] = {}
     for number, (size, first, last) in sorted(needs.items(), key=lambda item: -item[1][0]):

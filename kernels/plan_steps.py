@@ -56,7 +56,7 @@ class View:
 
 
 class Base:
-    """Replaces the tensor of a descriptor, of which Triton's launcher only calls `data_ptr`."""
+    """Replaces the base tensor of a descriptor. Triton's launcher calls only the method `data_ptr` of the base."""
 
     def __init__(self, address: int, at: At) -> None:
         self._address, self.at = address, at
@@ -66,7 +66,7 @@ class Base:
 
 
 class TensorMaps:
-    """Tensor maps of one descriptor, encoded by Triton's function `make` and cached by address."""
+    """Tensor maps of one descriptor, cached by address. `make` is the function of Triton that encodes them."""
 
     def __init__(self, descriptor: TensorDescriptor, make: Callable[[TensorDescriptor], list[Any]]) -> None:
         self.descriptor, self.make = descriptor, make
@@ -97,9 +97,9 @@ class PlannedLaunch:
         self._launch, noted, encoders = _intercept(ready.compiled, grid, values)
         self._front: tuple[Any, ...] | None = None
         self.arguments: list[Any] = []  # tuples that contain addresses are flattened
-        self._tuples: list[slice] = []  # these tuples, last first, if the launcher takes tuples
+        self._tuples: list[slice] = []  # positions of these tuples, last first; empty if the launcher takes none
         if isinstance(noted[-1], list | tuple):  # triton 3.7 passes kernel arguments as one sequence
-            # it flattens tuples and drops constants in every launch; do this once, and declare flat arguments
+            # its launcher flattens tuples and drops constants in every launch: do this once, and declare flat arguments
             kinds = nvidia.expand_signature(
                 ready.compiled.src.signature.values(), ready.compiled.metadata.tensordesc_meta
             )
@@ -214,12 +214,12 @@ class LaunchPlan:
     device: torch.device
     buffers: tuple[tuple[Sequence[int], Sequence[int], torch.dtype], ...]  # shape, strides and dtype
     steps: list[tuple[Step, list[int]]]  # each with the numbers of the values to free after it
-    outputs: tuple[tuple[int, View | None], ...]  # number of a value, and the view unless the output is the value
+    outputs: tuple[tuple[int, View | None], ...]  # number of a value, and a view of it; None: the whole value
     single: bool  # the result is one tensor, not a sequence
     kernels: tuple[Any, ...]
 
     def replay(self, values: Values, addresses: list[int]) -> Any:
-        """Repeats the call with input tensors `values` at `addresses`, and appends to both lists."""
+        """Repeats the call with input tensors `values` at `addresses`; appends the other values to both lists."""
         device = self.device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):

@@ -57,7 +57,7 @@ class Request:
             before, triton.knobs.compilation.listener = triton.knobs.compilation.listener, listen
             try:
                 function.preload(self.data)
-            except Exception as error:  # compilers raise any type
+            except Exception as error:  # compilers may raise any exception
                 reason = " ".join(str(error).split())[-300:]
                 raise RuntimeError(f"{self.name} does not compile: {type(error).__name__}: {reason}") from error
             finally:
@@ -110,7 +110,7 @@ def compile_all(requests: Sequence[Request], progress: Progress | None = None) -
     """
     compiled = here = 0
     tell = progress if progress is not None else lambda done, total: None
-    for request in requests:  # compile in this process at least until a kernel was not cached
+    for request in requests:  # compile here until the first kernel that was not cached, or longer if few remain
         if compiled and _processes(len(requests) - here) > 1:
             break
         compiled += request.compile()
@@ -165,7 +165,7 @@ def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
 def serve() -> None:
     """Compiles requests from stdin, one per line. Replies on stdout, a pipe that several processes share.
 
-    A reply is a line: true (compiled), false (cached), or an error message, which is shorter than PIPE_BUF.
+    A reply is a line: true (compiled), false (cached), or an error. Lines shorter than PIPE_BUF are written atomically.
     """
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # redirects stdout to stderr, because a compiler may print to stdout

@@ -1,11 +1,11 @@
 """PTX instructions for the kernels. Triton's interpreter skips them or uses a substitute.
 
 Programmatic dependent launch: a kernel starts before the previous kernel in the same stream has ended. With small
-batches, launching a kernel and loading weights takes as long as the computation. A kernel with DEPENDENT may start when
-every program of the previous kernel has ended or, if that kernel has DEPENDENT too, returned from `wait_for_previous`.
-Before it calls `wait_for_previous`, a kernel only computes addresses and prefetches weights into L2, which is safe even
-if an earlier kernel is still writing them. Each kernel waits before it lets the next one start. So when
-`wait_for_previous` returns, all earlier kernels have ended, not only the previous one.
+batches, launching a kernel and loading weights take as long as the computation. A kernel with the constant DEPENDENT
+may start when every program of the previous kernel has ended or, if that kernel has DEPENDENT too, returned from
+`wait_for_previous`. Before it calls `wait_for_previous`, a kernel only computes addresses and prefetches weights into
+L2, which is safe even if an earlier kernel is still writing them. Each kernel waits before it lets the next one start.
+So when `wait_for_previous` returns, all earlier kernels have ended, not only the previous one.
 
 e4m3 (4 exponent bits, 3 mantissa bits): an FP8 linear layer reads x8 = e4m3(x / scale). The kernel that computes x or
 its LayerNorm statistics also writes x8. Kernels multiply by reciprocal scales, which they call `out_scale` or `o_scale`

@@ -1,12 +1,12 @@
 """qk-norm and rotary embeddings on packed qkv [B, N, 3, H, D], forward and backward, for any even D.
 
-Let n be a normalized head (or all heads of a token), w and b the weight and bias of the norm, and y = n w + b. Each
-pair of channels (y_1, y_2) is rotated by an angle, given as tables of cos and sin:
+Let n be a normalized head of x (or all heads of a token, normalized together), w and b the weight and bias of the norm,
+and y = n w + b. Each pair of channels (y_1, y_2) is rotated by an angle, given as tables of cos and sin:
 
     out_1 = y_1 cos - y_2 sin,  out_2 = y_2 cos + y_1 sin
 
-A pair is channels j and j + D/2, or 2j and 2j + 1. The first `prefix` tokens are not rotated. In the backward, dy is
-dout rotated by the opposite angle. With dn = dy w, and means over the channels that are normalized together:
+A pair is channels j and j + D/2, or 2j and 2j + 1. The first `prefix` tokens of an image are not rotated. In the
+backward, dy is dout rotated by the opposite angle. With dn = dy w, and means over channels normalized together:
 
     dx = rstd (dn - mean(dn) - n mean(dn n)),  dw = sum dy n,  db = sum dy
 
@@ -112,7 +112,7 @@ def normed_pairs(
     first, second, weights, biases, which, head, pairs, inside, eps, H,
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Applies the norm of q (which = 0) or k. Set INTERLEAVED if pairs are adjacent in weight and bias."""
+    """Applies the norm of q (which = 0) or k. Set INTERLEAVED if weight and bias have adjacent pairs."""
     first, second, _ = _normalize(first, second, inside, eps, H, D, NORM == "rms_norm", WIDE)
     if weights[0] is not None:
         weight1, weight2 = _load_affine(weights, which, head, pairs, inside, D, WIDE, INTERLEAVED)
@@ -260,7 +260,7 @@ class QkvSettings:
 
 
 def can_be_read(cos: Tensor, sin: Tensor) -> bool:
-    """True if both tables [..., T, D / 2] have equal strides, and the positive stride of T divides the leading ones."""
+    """True if both tables [..., T, D / 2] have equal strides; that of T is positive and divides the outer ones."""
     *outer, row, _ = cos.stride()
     whole = row > 0 and not any(step % row for step, size in zip(outer, cos.shape) if size > 1)
     return whole and cos.stride() == sin.stride()

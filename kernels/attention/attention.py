@@ -24,7 +24,7 @@ def problem_of(
 ) -> Problem:  # fmt: skip
     """Returns the input of the launch policy for a call with these tensors.
 
-    For packed inputs, n_q and n_kv are mean lengths (at most `longest`): one long sequence would dominate the maximum.
+    For packed inputs, n_q and n_kv are the mean length (at most `longest`). One long sequence would set the maximum.
     """
     (batch, heads, n_q, head_dim), n_kv, form = q.shape, k.shape[2], "fixed" if key_mask is None else "masked"
     if sequences is not None:

@@ -1,4 +1,4 @@
-"""Attention backward: dq, dk and dv from q, k, v, o, lse and do, without an [N, N] matrix.
+"""Attention backward: dq, dk and dv from q, k, v, o, lse and do, without an [N, N] matrix in memory.
 
 The kernels recompute p = softmax(scale q k^T) per tile as 2^(scale log2(e) q k^T - lse), with lse in base 2:
 
@@ -9,8 +9,8 @@ Two kernels avoid atomics: a single program sums each gradient element in a fixe
 - dq: one program per query tile computes delta, then dq in a loop over key tiles.
 - dkdv: one program per key tile computes dk and dv in a loop over query tiles.
 
-Masks are as in the looped forward kernel (attention_forward.py), with at most one tile after the full tiles. Queries
-past the end are read as 0 and their lse as +inf, so that their p is 0. fp32 tiles wider than 64 columns would spill
+Masks are as in the looped forward kernel (attention_forward.py), with at most one tile after the full tiles. The lse of
+queries past the end is read as +inf, so that their p is 0. fp32 tiles wider than 64 columns would spill
 with TF32, so their matmuls have input precision "ieee".
 
 Source: FlashAttention-2, arXiv 2307.08691.
@@ -84,7 +84,7 @@ def _query_tile(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_bwd_dq_kernel(
-    # pointers or descriptors of the LO and HI (_hi) blocks of tiles; _a: full key tiles, _b: other key tiles
+    # pointers or descriptors of blocks LO, HI (_hi) of attention_tiles.py; _a: full key tiles, _b: other key tiles
     q, q_hi, do, do_hi, o, o_hi, dq, dq_hi, k_a, k_a_hi, k_b, k_b_hi, v_a, v_a_hi, v_b, v_b_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # output: fp32 [B, H, N_q], contiguous
@@ -153,7 +153,7 @@ def _dkdv_step(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_bwd_dkdv_kernel(
-    # pointers or descriptors of the LO and HI (_hi) blocks of tiles; _a: full query tiles, _b: other query tiles
+    # pointers or descriptors of blocks LO, HI (_hi) of attention_tiles.py; _a: full query tiles, _b: other ones
     q_a, q_a_hi, do_a, do_a_hi, q_b, q_b_hi, do_b, do_b_hi, k, k_hi, v, v_hi, dk, dk_hi, dv, dv_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # fp32 [B, H, N_q], contiguous

@@ -1,7 +1,7 @@
 """Attention forward: o = softmax(scale * q k^T) v for every head, without a causal mask, accumulated in fp32.
 
 Two kernels:
-- row: all keys of a head (at most 256) stay on chip, in up to three power-of-two chunks (197 -> 128 + 64 + 16). The
+- row: all keys of a head (at most 256) stay on chip, in up to three power-of-two chunks (197 <= 128 + 64 + 16). The
   kernel computes all scores of a query tile before the softmax: one maximum, one exponential per score, no rescaling.
   A program loads K and V once for TILES query tiles.
 - looped: a loop over key tiles of BLOCK_N with an online softmax (Milakov and Gimelshein, arXiv 1805.02867;
@@ -11,7 +11,7 @@ If inputs are neither packed nor masked, full tiles of the looped kernel need no
 cover the remaining keys; only the last one may need a mask. For other inputs, see `over_tiles` (attention_tiles.py).
 
 Both kernels store lse = log2(sum 2^(scale log2(e) q k^T)) for the backward. They multiply the fp32 scores by
-scale log2(e) before exp2, instead of multiplying q.
+scale log2(e) before exp2. Multiplying q instead would round q again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .attention_tiles import (
 )
 
 # Up to LENGTH_CLASS consecutive lengths share one compiled row kernel. With 8, three programs for 197 keys fit on a
-# multiprocessor of sm_90; with 16, only two. With 8, the loop over query tiles is 0.5 % longer than with constant n_kv.
+# multiprocessor of sm_90; with 16, only two.
 LENGTH_CLASS = tl.constexpr(8)
 
 

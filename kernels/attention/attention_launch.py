@@ -68,7 +68,7 @@ def needs_wide_offsets(*tensors: torch.Tensor) -> bool:
 
 
 def _common_alignment(*tensors: torch.Tensor) -> int:
-    """Returns the largest power of two up to 16 that divides the strides of B, H and N; ignores lengths of 1."""
+    """Returns the largest power of two up to 16 that divides the strides of B, H and N; skips dimensions of size 1."""
     used = (stride for tensor in tensors for length, stride in zip(tensor.shape[:3], tensor.stride()[:3]) if length > 1)
     return math.gcd(16, *used)
 
@@ -78,7 +78,7 @@ def looped_launch(
     config: ForwardConfig | BackwardConfig, args: Mapping[str, Any], sequences: torch.Tensor | None,
     key_mask: torch.Tensor | None, tails: int = 1, constants: Mapping[str, Any] | None = None,
 ) -> Launch:  # fmt: skip
-    """Returns the launch of a kernel that loops over all tiles of `streamed`; at most `tails` of them are smaller."""
+    """Returns the launch of a kernel that loops over tiles of `streamed`, with at most `tails` after the full tiles."""
     block, step = (config.block_m, config.block_n) if "q" in own else (config.block_n, config.block_m)
     length, fixed = next(iter(streamed.values())).shape[2], sequences is None and key_mask is None
     rest = length % step if fixed else 0
@@ -104,7 +104,7 @@ def tiled_launch(
 ) -> Launch:  # fmt: skip
     """Returns the launch of an attention kernel. A program owns tiles of `own`, and reads tiles of `streamed`.
 
-    `block` and `pieces` are the rows of own and streamed tiles. Without `sequences`, a head has `tiles` programs.
+    `block` and `pieces`: rows per own and per streamed tile. Without `sequences`, a head has `tiles` programs.
     """
     tensors = {**own, **streamed}
     rows, q = next(iter(own.values())), tensors["q"]

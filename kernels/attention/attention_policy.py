@@ -14,7 +14,7 @@ from ..device import generation, reads_descriptors, starts_early
 TABLE_PATH = Path(__file__).with_name("attention_table.json")
 MAX_ROW_KEYS = 256
 MIN_BLOCK = 16
-_SMALL_AMPERE = ("sm_86", "sm_89")  # without maxnreg, ptxas gives some kernels too few registers
+_SMALL_AMPERE = ("sm_86", "sm_89")  # without maxnreg, ptxas gives some kernels so few registers that they spill
 SHORT = 64  # tokens; for sequences up to this length (windows of Qwen2.5-VL), larger tiles would be at least half empty
 # (largest chunk, maximum number of chunks) of the row kernel; the first pair is the default. Each pair can cover
 # MAX_ROW_KEYS keys, because a tuned entry applies to all lengths up to MAX_ROW_KEYS.
@@ -51,7 +51,7 @@ class BackwardConfig:
 
 @cache
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """Returns the widths (LO, HI) of power-of-two blocks for head_dim columns; HI is 0 unless two save columns.
+    """Returns the widths (LO, HI) of power-of-two blocks for a head; HI is 0 unless a second block saves columns.
 
     48 -> (32, 16), 72 and 80 -> (64, 16), 96 -> (64, 32), 112 -> (128, 0). A block has at least 16 columns.
     """
@@ -127,7 +127,7 @@ def forward_config(problem: Problem) -> ForwardConfig:
     config = ForwardConfig(**tuned) if tuned else _forward_rule(problem)
     if config.scheme == "row":
         config = replace(config, tiles=_tiles_per_program(problem, config))
-    early = config.tiles == 1 and problem.element == "half" and starts_early(problem.arch)  # TF32 would spill
+    early = config.tiles == 1 and problem.element == "half" and starts_early(problem.arch)  # would spill in TF32
     return replace(config, dependent=early)
 
 
@@ -146,7 +146,7 @@ def dkdv_config(problem: Problem) -> BackwardConfig:
 
 
 def _forward_of_sequences(problem: Problem, config: ForwardConfig) -> ForwardConfig:
-    """Adapts a `config` for fixed inputs: smaller tiles for short sequences, and changes that avoid spills."""
+    """Adapts the `config` of fixed inputs to packed or masked ones: smaller tiles if they are short, and no spills."""
     width, ampere, blackwell = problem.width, problem.generation == "ampere", problem.generation == "blackwell"
     if problem.n_q <= SHORT or (blackwell and width == 128):
         config = replace(config, block_m=min(config.block_m, SHORT))
@@ -199,8 +199,8 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
     # with more columns, or with more keys (including padding), the row kernel spills
     most_columns, most_keys = 80 if tma else 64, 208 if generation == "ampere" else MAX_ROW_KEYS
     keys = sum(cover(problem.n_kv, 128, 3))
-    # above 49 of 100 KB shared memory, one program of the row kernel fits; three of the looped kernel fit, overlapping
-    # each other's loads, exponentials and matmuls
+    # above 49 of 100 KB shared memory, one program of the row kernel fits per multiprocessor, but three of the looped
+    # kernel, each of which can compute while the others load
     alone = problem.arch in ("sm_86", "sm_89", "sm_120") and width * (4 * keys + 128) > 49 * 1024
     if generation == "ampere" and (problem.n_q <= 64 or alone) and 128 < keys <= most_keys and width <= most_columns:
         # up to 64 queries (attention pooling) are a single tile, for which the row kernel spills (_tiles_per_program)
@@ -217,7 +217,7 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         # tiles of 128 queries spill
         return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=2)
     if generation == "ampere" and width == 48 and problem.arch != "sm_80":
-        # with 168 registers per thread, three programs of 4 warps fit, but only one of 8 warps; 128 spill here
+        # with 168 registers per thread, three programs of 4 warps fit, but only one of 8 warps; with 128, it spills
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if generation == "ampere":
         # without maxnreg, ptxas uses 170 registers for 48 columns, and only one program fits per multiprocessor

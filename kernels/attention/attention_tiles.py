@@ -12,15 +12,15 @@ Inputs come in three forms:
   key. The output of a query without keys is 0, as in torch's scaled_dot_product_attention.
 
 A tile holds ROWS rows of one head, [ROWS, D]. Triton's blocks have power-of-two sizes. A tile is therefore a tuple of
-one or two blocks, LO and HI columns wide (80 = 64 + 16). One block of 128 columns would need more loads and MMA.
+one or two blocks, LO and HI columns wide (80 = 64 + 16). One block of 128 columns needs more loads and MMAs.
 
 Tensors [B, H, N, D] with arbitrary strides and last stride 1 are accessed through TMA descriptors or pointers. Related
 arguments are grouped:
 
-- source, target: (LO, HI, image, head, stride of images, stride of heads, stride of rows). With TMA, LO and HI are
-  descriptors of the blocks; without, LO points to the tensor and HI is not used. Strides are in units of ALIGN
+- source, target: (lo, hi, image, head, stride of images, stride of heads, stride of rows). With TMA, lo and hi are
+  descriptors of the blocks; without, lo points to the tensor and hi is not used. Strides are in units of ALIGN
   elements: multiplying by this constant shows the compiler that rows are aligned.
-- FORM: (D, LO, HI, WIDE, ALIGN). HI: 0 if there is no second block. WIDE: offsets within a tile need int64.
+- FORM: (D, LO, HI, WIDE, ALIGN). HI is 0 if there is no second block. WIDE: offsets within a tile need int64.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _load_block(
 
 @triton.jit
 def load_tile(source, start, n_rows, ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr):
-    """Loads rows start .. start + ROWS of one head. Rows past n_rows (MASKED) or the tensor (TMA) are 0."""
+    """Loads rows start .. start + ROWS of one head. Rows past n_rows (MASKED) or past the tensor's end (TMA) are 0."""
     lo = _load_block(source, start, n_rows, 0, ROWS, FORM, TMA, MASKED)
     if FORM[2] > 0:
         return lo, _load_block(source, start, n_rows, 1, ROWS, FORM, TMA, MASKED)
@@ -242,11 +242,11 @@ def over_tiles(
     BLOCK: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
     FIXED: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Returns `state` after `step` for each tile of rows begin .. end of two streamed tensors.
+    """Calls `step` for each tile of rows begin .. end of two streamed tensors; returns the final `state`.
 
-    For fixed inputs, TAIL rows follow the full tiles. For packed and masked inputs with TMA, the last, partial tile is
-    loaded by masked pointers: a TMA box would extend into the next packed sequence, which may contain NaN. Without TMA,
-    one loop masks all tiles of these inputs, because separate loops for full and last tiles would spill.
+    For fixed inputs, a tile of TAIL rows follows the full tiles (none if 0). For packed and masked inputs with TMA, the
+    partial last tile is loaded by masked pointers: a TMA box would extend into the next packed sequence, which may
+    contain NaN. Without TMA, one loop masks all tiles of these inputs. Two loops, one for full tiles, would spill.
 
     Args:
         step: Function (first, second, start, end, shared, state, ROWS, FORM, TMA, MASKED, FIRST) that returns the new
@@ -255,8 +255,8 @@ def over_tiles(
         last_first, last_second: Sources of the other tiles.
     """
     if FIXED and FULL and TMA:
-        # Otherwise the compiler merges the accumulators of asynchronous wgmma with zeros, and ptxas serializes the
-        # wgmma instructions (warning C7515). This happens only in loops with TMA loads.
+        # If the loop could be empty, the compiler would merge the accumulators of asynchronous wgmma with zeros, and
+        # ptxas would serialize wgmma (warning C7515). This happens only in loops with TMA loads.
         tl.assume(full_end > 0)
     if FULL or (TMA and not FIXED):
         for start in tl.range(begin, full_end, BLOCK, num_stages=STAGES):

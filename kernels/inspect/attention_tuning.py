@@ -26,7 +26,7 @@ from ..launch import Launch
 
 Config = ForwardConfig | BackwardConfig
 
-# (batch, tokens, heads, head_dim) of ViTs. In a class of the table (`Problem.shape_class`), the last shape counts.
+# (batch, tokens, heads, head_dim) of ViTs. Of shapes that share an entry (`Problem.shape_class`), the last one counts.
 SHAPES = (
     (256, 197, 12, 64), (64, 577, 16, 64), (64, 256, 16, 80), (64, 257, 16, 80), (32, 256, 16, 72), (32, 729, 16, 72),
     (64, 197, 12, 32), (64, 577, 12, 128),

@@ -1,4 +1,4 @@
-"""Builds of the kernels of blocks: launches of the operators, recorded with the configurations of their matmuls.
+"""Builds of the kernels of blocks: launches of the operators, recorded with the configurations in matmul_policy.py.
 
 `_BLOCKS` and `_FP8_BLOCKS` list the blocks. Widths are those of ViT-B/16, in FP8 those of ViT-L/16; some blocks have
 other heads. The numbers of images and tokens do not change a kernel.
@@ -28,11 +28,11 @@ from ..matmul.matmul_launch import MatmulConfig
 from . import offline
 from .offline import Build
 
-_PARTS = 5  # of K; all numbers of parts but 1 share a kernel
+_PARTS = 5  # parts of K in split-K; all numbers of parts but 1 share a kernel
 _IMAGES, _TOKENS, _PREFIX = 2, 200, 1
 _C, _F, _C8, _F8 = 768, 3072, 1024, 4096
 _HALF, _FULL, _E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
-# Dtypes of the residual stream and the parameters, and of the matmuls (under autocast).
+# (dtype of the residual stream and the parameters, dtype of the matmuls)
 _DTYPES = {
     "bf16": (_HALF, _HALF), "fp32": (_FULL, _FULL), "autocast": (_FULL, _HALF), "fp16": (torch.float16, torch.float16),
 }  # fmt: skip
@@ -169,7 +169,7 @@ def _calls(arch: str) -> Iterator[tuple[str, torch.dtype, bool, _Call]]:
 
 
 class _Configurations:
-    """Replaces the launch policy of matmuls: every matmul gets configuration `number` of its table, or the last one.
+    """Replaces the launch policy: each matmul gets entry `number` of its table, or the last entry of a shorter table.
 
     The table ends with the configurations of split-K if `splits` is True.
     """

@@ -75,7 +75,7 @@ class Build:
     case: str  # the configuration, e.g. "bf16 N197 D64"
     launch: Launch  # with tensors of the CPU or meta device
     core: bool = False  # compiled by the static tests; `vit-fast kernels` compiles all builds
-    needs: tuple[str, ...] = ()  # instructions: names of counts in `static_checks.Stats`
+    needs: tuple[str, ...] = ()  # required instructions, by their keys in `static_checks.Stats`
 
     def key(self, arch: str) -> str:
         return f"{arch}/{self.kernel}/{self.case}"
