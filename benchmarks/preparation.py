@@ -44,8 +44,8 @@ ONNX_TOLERANCE = 0.01
 LEARNING_RATE = 1e-6
 RULE = (  # in words, for the record
     f"error against eager in fp64 <= {FORWARD_FACTOR} x (gradients: {GRADIENT_FACTOR} x) eager's error in that dtype + "
-    f"eps(dtype) / 2 x the outputs' size, for root mean squares and, with {NOISE:g} more, for the largest; on up to "
-    f"{MAX_CHECKED_IMAGES} images of the batch; all outputs finite"
+    f"eps(dtype) / 2 x the size of the output; error and size are root mean squares and, with {NOISE:g} more allowed, "
+    f"largest magnitudes; checked on up to {MAX_CHECKED_IMAGES} images of the batch; all outputs must be finite"
 )
 
 

@@ -202,13 +202,13 @@ def _write_metadata(
 def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel, whole: int) -> list[str]:
     is_int8, on_gpu = options.precision.startswith("int8"), options.target in ("ort-cuda", "tensorrt")
     slow_on_gpu = "int8 is usually slower than fp16 on a GPU: measure both"
-    saturates = "int8 is fast on CPUs with VNNI (avx512_vnni, avx_vnni); on others, sums may saturate: verify there"
+    saturates = "int8 is fast on CPUs with VNNI (avx512_vnni, avx_vnni); other CPUs may saturate sums: verify on yours"
     in_fp32 = "ONNX Runtime's CPU provider computes fp16 files in fp32: half the size, but no speedup"
     new_operator = "the Attention operator needs TensorRT 10.14 or newer; opset 22 or older avoids it"
     no_data_config = "the model has no data_config: pass one to store the preprocessing in the file"
     few_images = (
         f"the outputs were compared on few images (files: {whole}) and crops of them: pass {MIN_HELD_OUT} or more as "
-        f"`images`, or as `calibration` in addition to the {CALIBRATION_IMAGES} that calibrate"
+        f"`images`, or {MIN_HELD_OUT + CALIBRATION_IMAGES} or more as `calibration`"
     )
     warnings = [
         *((not fusion.complete, f"not fully fused: {fusion.line()}") for fusion in report.fusions),

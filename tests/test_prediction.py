@@ -148,7 +148,7 @@ def test_killed_readers_are_replaced_unless_they_always_die(
     with monkeypatch.context() as patch:
         patch.setattr(classifiers, "read_image", read)
         if always:
-            with pytest.raises(PredictionError, match=r"reads images was lost.* between .*png and .*png: re-run"):
+            with pytest.raises(PredictionError, match=r"^.*png to .*png: a worker .* was lost.*: re-run"):
                 _predict(model, folder, out, workers=1)
         else:
             done = _predict(model, folder, out, workers=1, on_part=parts.append)
@@ -207,7 +207,7 @@ def test_killed_ray_workers_are_replaced_unless_they_always_die(
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    failure = pytest.raises(PredictionError, match=r"^3 workers died between .*20.png and .*22.png$")
+    failure = pytest.raises(PredictionError, match=r"^3 workers died while processing .*20.png to .*22.png$")
     with model.patch_embed.register_forward_pre_hook(kill), failure if always else contextlib.nullcontext():
         done = _predict(model, folder, out, engine="ray", workers=2)
         assert (done.images, done.resumed, len(done.bad)) == (COUNT, 0, 2)

@@ -239,9 +239,9 @@ def test_errors(folder: Path, out: Path) -> None:
     fewer = data._replace(train=[data.train[0], data.train[12]])
     for model, data_, place, config, options, message in (
         ({}, data, out, once, {}, "earlier run"),
-        ({}, data, out, _settings(epochs=3, lr=2e-3), again, r"epochs \(1, here 3\), lr \(0.001, here 0.002\)"),
-        ({"embed_dim": 32, "depth": 3}, data, out, once, again, r"depth \(2, here 3\), embed_dim \(64, here 32\)"),
-        ({}, fewer, out, once, again, r"images \(24, here 2\)"),
+        ({}, data, out, _settings(epochs=3, lr=2e-3), again, r"epochs \(was 1, now 3\), lr \(was 0.001, now 0.002\)"),
+        ({"embed_dim": 32, "depth": 3}, data, out, once, again, r"depth \(was 2, now 3\), embed_dim \(was 64, now"),
+        ({}, fewer, out, once, again, r"images \(was 24, now 2\)"),
         ({"global_pool": ""}, data, new, once, {}, "a model that pools"),
         ({"num_classes": 10}, data, new, once, {}, "got 10 and 2"),
         ({}, data, new, once, {"workers": -1}, "workers must be an integer >= 0, got -1"),

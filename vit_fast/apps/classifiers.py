@@ -57,7 +57,7 @@ def read_class_names(path: Path) -> list[str]:
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file of class names") from None
     except (ValueError, KeyError, RecursionError) as error:  # not UTF-8, not JSON, or indices other than 0 to n-1
-        raise ValueError(f"{path}: invalid class names (indices from 0): {type(error).__name__}: {error}") from None
+        raise ValueError(f"{path}: must list names or map indices from 0: {type(error).__name__}: {error}") from None
     if not isinstance(content, list) or not all(isinstance(name, str) for name in content):
         raise ValueError(f"{path}: must be a JSON list of names, or an object from index to name")
     return content
@@ -120,8 +120,8 @@ def labeled_images(folder: Path, classes: int, class_names: Sequence[str] | None
     elif len(names) != classes:
         strangers = ", ".join([repr(name) for name in names if name not in known][:5])
         raise ValueError(
-            f"{folder}: all subfolders must have names of classes, or all indices, or there must be {classes} of them, "
-            f"got {len(names)}, among them {strangers}"
+            f"{folder}: must have subfolders named after classes or their indices, or one subfolder per class "
+            f"({classes}), got {len(names)}, among them {strangers}"
         )
     return [(file, indices[label]) for file, label in images.files]
 

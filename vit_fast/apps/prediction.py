@@ -132,7 +132,7 @@ def predict_to_parquet(
             except ReaderLostError as error:
                 if len(missing) == left_when_lost:  # at the same images again
                     first = next(iter(missing.values()))
-                    raise PredictionError(f"{error} between {first[0]} and {first[-1]}: re-run to resume") from None
+                    raise PredictionError(f"{first[0]} to {first[-1]}: {error}: re-run to resume") from None
                 left_when_lost = len(missing)
                 lost.append(str(error))
     finally:
@@ -209,7 +209,7 @@ def _rows_by_ray(
             except ray.exceptions.RayTaskError as error:
                 raise PredictionError(str(error.cause)) from None
             except ray.exceptions.WorkerCrashedError:
-                raise PredictionError(f"{_TRIES} workers died between {block[0]} and {block[-1]}") from None
+                raise PredictionError(f"{_TRIES} workers died while processing {block[0]} to {block[-1]}") from None
             tasks[i] = None  # frees its rows
     except ray.exceptions.RayError as error:
         raise PredictionError(f"ray: {' '.join(str(error).split())}") from None

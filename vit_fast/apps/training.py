@@ -176,7 +176,7 @@ def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
     new = {**asdict(trainer.config), **about, **about["model"], "model": None}
     names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     if names:
-        different = ", ".join(f"{name} ({old.get(name)!r}, here {new.get(name)!r})" for name in names)
+        different = ", ".join(f"{name} (was {old.get(name)!r}, now {new.get(name)!r})" for name in names)
         advice = "use the same settings, or another folder"
         raise TrainingError(f"{path}: belongs to a run with other settings: {different}: {advice}")
     if state["model"].keys() != trainer.model.state_dict().keys():

@@ -43,7 +43,7 @@ def bench(
         str | None, option("Candidates to measure; see --list-candidates.", metavar="eager,timm+compile")
     ] = None,
     device: Device = "auto",
-    out: Annotated[Path | None, option("New or empty folder for the results (default: in vit-fast-results).")] = None,
+    out: Annotated[Path | None, option("New or empty folder to write (default: one in vit-fast-results).")] = None,
     time_budget: Annotated[
         float | None, option("Skip candidates that do not fit into these seconds; 0 means no limit.")
     ] = None,

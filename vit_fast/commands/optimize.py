@@ -33,14 +33,14 @@ def optimize(
     batch: Annotated[int, option("Images per call.", min=1)] = 1,
     img_size: ImageSize = None,
     allow: Annotated[str | None, option("Also try lower precision: bf16, fp16, int8, fp8.", metavar="A,B")] = None,
-    min_agreement: Annotated[float, option("With --allow: required top-1 agreement.", min=0, max=1)] = 0.99,
+    min_agreement: Annotated[float, option("With --allow: minimum top-1 agreement with MODEL.", min=0, max=1)] = 0.99,
     images: Annotated[
         list[Path] | None, option("Image files or folders for checks and calibration (default: a sample image).")
     ] = None,
     budget: Annotated[float, option("Time limit of the search in seconds, including builds and checks.", min=1)] = 100,
     latency: Annotated[bool, option("Minimize p90 latency instead of median latency.", "--latency")] = False,
     memory_limit: Annotated[
-        float | None, option("Maximum MiB of a candidate in addition to the model.", min=0.001)
+        float | None, option("Maximum MiB for a candidate's own weights and a call, besides the model.", min=0.001)
     ] = None,
     device: Device = "auto",
     save: Annotated[Path | None, option("Save the result for vit_fast.load_optimized.")] = None,

@@ -55,14 +55,14 @@ def predict(
     if top_k < 1:
         raise ValueError(f"--top-k must be an integer >= 1, got {top_k}")
     if workers is not None and (out is None or workers < 0):
-        raise ValueError(f"--workers requires --out and an integer >= 0, got {workers}")
+        raise ValueError(f"--workers {workers} must be an integer >= 0, and requires --out")
     if engine != "local" and out is None:
         raise ValueError(f"--engine {engine} requires --out")
     files = find_images(images)
     given = None if classes is None else read_class_names(classes)
     if out is not None:
         if weights.endswith(".onnx") or data_config is not None:
-            raise ValueError("--out requires PyTorch weights without --data-config: an ONNX file outputs no embeddings")
+            raise ValueError("--out requires PyTorch weights, and no --data-config: ONNX files output no embeddings")
         from ..apps.prediction import predict_to_parquet
 
         # workers of a cluster copy the model to their device
@@ -73,7 +73,7 @@ def predict(
             on_part=lambda images: typer.echo(f"{images} of {len(files)} images", err=True),
         )  # fmt: skip
         for reason in done.lost:
-            typer.echo(f"continued after the last complete part: {reason}", err=True)
+            typer.echo(f"started new workers, because {reason}", err=True)
         for path, reason in done.bad:
             typer.echo(f"unreadable image: {reason if path in reason else f'{path}: {reason}'}", err=True)
         resumed = f", {done.resumed} of them from an earlier run" if done.resumed else ""

@@ -223,7 +223,7 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
     if converted is None:
         layouts = ", ".join(library.NAME for library in known.NAMED_WEIGHTS)
         names = _listed(sorted(source.tensors))
-        raise WeightsError(f"{source.name}: must have the names of a known layout ({layouts}), got {names}")
+        raise WeightsError(f"{source.name}: must have the tensor names of a known layout ({layouts}), got {names}")
     layout = "vit-fast" if source.name.endswith(".safetensors") and given else converted.layout
     report = WeightsReport(source.name, layout, ignored=list(converted.ignored), notes=list(source.notes))
     tensors, origins, head_problem = dict(converted.tensors), converted.origins, converted.head_problem
