@@ -270,7 +270,7 @@ def _all() -> Iterator[Candidate]:
     )
     yield named("triton-frozen", "triton with frozen weights", frozen, **on_triton, **inference)
     yield named("triton-graphs", "triton-frozen in a CUDA graph", graphs, **on_triton, **file)
-    summary = "triton with linear layers in e4m3, calibrated"
+    summary = "triton with linear layers in calibrated FP8 (e4m3)"
     yield named("triton-fp8", summary, e4m3, **on_triton, **lossy, precision="fp8")
     for kernel in ("flash", "cudnn", "efficient"):
         only = partial(sdpa_kernel, getattr(SDPBackend, f"{kernel.upper()}_ATTENTION"))
@@ -290,12 +290,12 @@ def _all() -> Iterator[Candidate]:
         fields = file | lossy | {"precision": precision}
         yield named(f"optimized-{precision}", f"{summary} in {precision}", _build_optimized, **fields)
 
-    yield named("onnxruntime", "ONNX Runtime, exported by vit_fast.export", _build_file, **onnx)
+    yield named("onnxruntime", "the model exported to ONNX, in ONNX Runtime", _build_file, **onnx)
     calibrated = onnx | lossy | {"precision": "int8", "peer": False}
     yield named("onnxruntime-int8", "onnxruntime, static int8 calibrated on an image", _build_file, **calibrated)
     yield named("tensorrt", "onnxruntime with the TensorRT provider", _build_file, **onnx | {"engine": "tensorrt"})
     openvino = onnx | {"engine": "openvino", "packages": (*ORT[:2], "openvino")}
-    yield named("openvino", "OpenVINO on a CPU, exported by vit_fast.export", _build_file, **openvino)
+    yield named("openvino", "the model exported to ONNX, in OpenVINO on a CPU", _build_file, **openvino)
 
     ao = lossy | {"packages": ("torchao",), "peer": True}
     summary = "sdpa with torchao's int8 weights and dynamic activation quantization"

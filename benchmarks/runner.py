@@ -117,7 +117,7 @@ class _Run:
 
     def _take_ceilings(self) -> None:
         """Measures the ceilings, which other load lowers: before, between and after the groups."""
-        self.tell("ceilings of the machine")
+        self.tell("speed of a large matmul and copy (the ceilings)")
         every = [candidate.precision for found in self.configuration.candidates.values() for candidate in found]
         lower = ["bf16"] if "bf16" in every or "amp" in self.configuration.dtypes else []  # amp multiplies in bf16
         self.journal.add("ceilings", measure_ceilings(self.device, [*self.configuration.dtypes, *lower]))

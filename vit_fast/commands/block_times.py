@@ -146,10 +146,10 @@ def host_time_text(report: Mapping[str, Any]) -> str:
         report["note"],
         f"{report['arch']}; {machine['cpu']}, 1 thread, torch {packages['torch']}, triton {packages['triton']}",
         *_aligned(cells),
-        "Launches and descriptors are counted for ViT-B, B = 1, bf16. Times are microseconds per block with "
+        "Launches and TMA descriptors are counted for ViT-B, B = 1, bf16. Times are microseconds per block with "
         "embed_dim=64 and 17 tokens.",
     ]
-    return "\n".join([*lines, *(f"rejected by the driver: {text}" for text in report["violations"])])
+    return "\n".join([*lines, *(f"rejected by the stand-in driver: {text}" for text in report["violations"])])
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
