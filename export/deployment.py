@@ -28,6 +28,7 @@ from .runtime.metadata import (
     ModelFileError,
     OnnxInfo,
     copy_model,
+    damaged,
     inspect_onnx,
     parts_of,
     read_signature,
@@ -194,6 +195,10 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
     if (card := path.with_suffix(".md")) == path:
         raise ValueError(f"path must not end in .md, the suffix of the card, got {path}")
     info, files = inspect_onnx(path), parts_of(path)
+    try:
+        checked = _checked(info.metadata)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # metadata of another structure
+        raise damaged(path, repr(error)) from None
     facts = {"license": license_name or "unknown: ask the source of the weights"} | info.facts()
     hashes = []
     for file in files:
@@ -201,7 +206,7 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
             hashes.append((file.name, file.stat().st_size, hashlib.file_digest(content, "sha256").hexdigest()))
     lines = ["---", f"license: {license_name or 'unknown'}", "library_name: onnx", "---", "", f"# {path.name}", ""]
     lines += _markdown(("field", "value"), [row for row in facts.items() if row[0] not in (*CHECKED, "config")])
-    lines += ["", "## Checked", "", *_checked(info.metadata), "", "## Run", ""]
+    lines += ["", "## Checked", "", *checked, "", "## Run", ""]
     lines += ["    from vit_fast.export import OnnxRunner", ""]
     lines.append(f'    probabilities = OnnxRunner("{path.name}").probabilities([image])')
     if info.metadata.get("target") == "tensorrt":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from vit_fast.errors import UnsupportedInputError, check_choice, check_integer
+from vit_fast.errors import UnsupportedInputError, check_choice, check_integer, check_type
 from vit_fast.libraries.interface.image_model import Output
 
 from .report import EIGHT_BIT_BUDGET
@@ -38,6 +38,9 @@ class ExportOptions:
     def __post_init__(self) -> None:
         for name, choices in (("target", Target), ("precision", Precision), ("output", Output)):
             check_choice(name, getattr(self, name), get_args(choices))
+        for name in ("dynamic_batch", "dynamic_size", "preprocess"):
+            check_type(name, getattr(self, name), bool)
+        check_type("external_data", self.external_data, bool, type(None))
         check_integer("opset", self.opset, MIN_OPSET, newest_opset())
         tensorrt, bf16, fp8 = self.target == "tensorrt", self.precision == "bf16", self.precision == "fp8"
         no_half_scales = self.is_eight_bit and self.dtype == "fp16" and self.opset < HALF_SCALES_OPSET

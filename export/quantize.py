@@ -146,7 +146,10 @@ def quantize_file(source: Path, path: Path, target: Target, files: Sequence[Path
         reason = f"the file must take preprocessed images of one size in float32, got {got}"
         raise UnsupportedInputError(f"int8 of {source.name}", [reason])
     version = max(info.opsets.get(domain, 0) for domain in ("", "ai.onnx"))
-    options = ExportOptions(opset=version, precision="int8", target=target)
+    try:
+        options = ExportOptions(opset=version, precision="int8", target=target)
+    except ValueError as error:
+        raise UnsupportedInputError(f"int8 of {source.name}", [str(error)]) from None
     size = signature.shape[0] or 1
     images = read_images(files, size * -(-CALIBRATION_IMAGES // size))  # whole batches
     inputs = as_inputs(images, info.data_config, signature.image_hw, signature.in_chans)

@@ -31,6 +31,7 @@ def model() -> nn.Module:
     [
         ({"opset": 17}, ValueError, "opset must be an integer >= 18, got 17"),
         ({"opset": 99}, ValueError, "opset must be at most .*, got 99"),
+        ({"dynamic_batch": "no"}, TypeError, "dynamic_batch must be a bool, got 'no'"),
         ({"precision": "fp9"}, ValueError, "precision must be one of 'fp32', 'fp16'"),
         ({"precision": "int8"}, ValueError, "calibration must be image files or folders"),
         ({"calibration": ["x"]}, ValueError, "calibration needs precision='int8'"),

@@ -48,6 +48,7 @@ def test_pixels(exported: Any) -> None:
         assert np.abs(runner(pixels) - expected).max() < 0.01 * np.abs(expected).max()
     probabilities = runner.probabilities([image, image.resize((100, 60))])
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-12)
+    assert runner.probabilities([]).shape == (0, 10)
     with pytest.raises(TypeError, match="image must be an Image"):
         runner.probabilities(["image.jpg"])  # type: ignore[list-item]
 
@@ -70,6 +71,7 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
         ("plain", {"threads": 10**6}, None, "threads must be at most 1024, got 1000000"),
         ("plain", {"max_batch": -1}, None, "max_batch must be .*got -1"),
         ("plain", {"class_names": ["a"]}, None, "class_names must have 10 names.*got 1"),
+        ("plain", {"class_names": []}, None, "class_names must have 10 names.*got 0"),
         ("plain", {"image_hw": (40, 32)}, None, r"image_hw must be \(32, 32\) .*, got \(40, 32\)"),
         ("plain", {"output": "features"}, None, "output must be 'logits' like the file's"),
         ("plain", {"cuda_graph": True}, None, "must be cuda, got cpu"),
@@ -147,7 +149,9 @@ def test_a_file_of_another_exporter(tmp_path: Path, capsys: pytest.CaptureFixtur
     given: dict[str, Any] = {"data_config": DataConfig().to_dict(), "class_names": NAMES, "image_hw": (32, 32)}
     complete, expected = OnnxRunner(path, "cpu", **given), torch.from_numpy(of_image).softmax(-1).expand(2, -1)
     np.testing.assert_allclose(complete.probabilities([image] * 2), expected, atol=1e-6)
-    assert complete.class_names == tuple(NAMES)
+    assert complete.class_names == tuple(NAMES) and complete.probabilities([]).shape == (0, 10)
+    with pytest.raises(ValueError, match=r"does not support images of shape \(2, 3, 64, 32\)"):
+        complete(zeros(2, 3, 64, 32))
     with pytest.raises(UnsupportedInputError, match="got features"):
         OnnxRunner(path, "cpu", **given, output="features").probabilities([image])
     (tmp_path / "data.json").write_text(json.dumps(DataConfig().to_dict() | {"img_size": 32}))

@@ -49,11 +49,18 @@ def test_files_that_are_not_models(exported: Any, tmp_path: Path) -> None:
         ("data_config", "[" * 100_000, ""),
         ("class_names", '"0123456789"', ": class_names must be a list"),
         ("output", '"classes"', ": output must be one of"),
+        ("image_hw", "[32]", ": image_hw must be"),
+        ("patch_hw", "[0, 0]", ": patch_hw must be"),
     ],
 )
 def test_damaged_metadata(key: str, value: str, message: str, exported: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=f"its metadata is damaged{message}"):
         OnnxRunner(with_metadata(exported("plain"), tmp_path / "m.onnx", key, value))
+
+
+def test_a_card_of_damaged_metadata(exported: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="its metadata is damaged: KeyError"):
+        write_card(with_metadata(exported("plain"), tmp_path / "m.onnx", "verification", "{}"))
 
 
 def test_a_card_of_former_field_names(exported: Any, tmp_path: Path) -> None:
@@ -114,8 +121,9 @@ def test_external_data_cannot_leave_the_folder(exported: Any, tmp_path: Path) ->
     whole = secret.read_bytes()
     for end, fields in ((-5000, {}), (None, {"offset": "99999999999"}), (None, {"length": "many"})):
         weights.write_bytes(whole[:end])
-        with pytest.raises(ModelFileError, match="ONNX Runtime cannot load it"):
-            OnnxRunner(_with_location(exported, tmp_path, "weights.data", **fields), "cpu")
+        for read in (OnnxRunner, write_card, lambda path: write_triton_repository(path, tmp_path / "new")):
+            with pytest.raises(ModelFileError, match="must have at least .* bytes|is not a number"):
+                read(_with_location(exported, tmp_path, "weights.data", **fields))
     assert runs(_with_location(exported, tmp_path, "weights.data"))
 
     (path.parent / "linked").mkdir()

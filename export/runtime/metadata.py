@@ -16,7 +16,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from vit_fast.config import DataConfig, Size
-from vit_fast.errors import VitFastError
+from vit_fast.errors import VitFastError, pair
 from vit_fast.libraries.interface.image_model import Output
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def read_proto(path: str | Path) -> onnx.ModelProto:
     if not proto.HasField("graph") or not proto.graph.node or not proto.opset_import or not proto.graph.output:
         raise ModelFileError(f"{path}: not an ONNX model: it has no graph, output or opset")
     folder = path.parent.resolve()  # ONNX Runtime searches beside the given name, even if that is a link
-    unsafe = {name: reason for name in _external_data(proto) if (reason := _unsafe(folder, name))}
+    unsafe = {name: reason for name, fields in _external_data(proto) if (reason := _unsafe(folder, name, fields))}
     if unsafe:
         listed = "; ".join(f"{name!r} {reason}" for name, reason in sorted(unsafe.items()))
         raise ModelFileError(f"{path}: external data rejected: {listed}")
@@ -54,7 +54,7 @@ def read_proto(path: str | Path) -> onnx.ModelProto:
 
 def parts_of(path: Path) -> list[Path]:
     """Returns a model file and the files of its weights; raises the errors of read_proto."""
-    return [path, *(path.parent / name for name in sorted(set(_external_data(read_proto(path)))))]
+    return [path, *(path.parent / name for name in sorted({name for name, _ in _external_data(read_proto(path))}))]
 
 
 def copy_model(path: Path, target: Path) -> None:
@@ -67,8 +67,8 @@ def copy_model(path: Path, target: Path) -> None:
         shutil.copyfile(part, copy)
 
 
-def _unsafe(folder: Path, location: str) -> str:
-    """Returns the reason to reject weights: outside the model's folder, or behind a link.
+def _unsafe(folder: Path, location: str, fields: dict[str, str]) -> str:
+    """Returns the reason to reject weights: outside the model's folder, behind a link, or in a file that is too short.
 
     ONNX Runtime rejects absolute paths, ".." and symbolic links, but not hard links, which can refer to any file on the
     same disk. So this also rejects files with more than one hard link.
@@ -81,14 +81,22 @@ def _unsafe(folder: Path, location: str) -> str:
         return "is reached through a symbolic link"
     if not target.is_file():
         return "does not exist" if not target.exists() else "is not a regular file"
-    return "is a hard link: the file has another name elsewhere" if target.stat().st_nlink > 1 else ""
+    if target.stat().st_nlink > 1:
+        return "is a hard link: the file has another name elsewhere"
+    try:
+        needed = int(fields.get("offset", 0)) + int(fields.get("length", 0))
+    except ValueError:
+        return "has an offset or length that is not a number"
+    size = target.stat().st_size
+    return f"must have at least {needed} bytes, got {size}" if needed > size else ""
 
 
-def _external_data(message: Any) -> Iterator[str]:
-    """Yields the location of each tensor with external data, wherever it is in the model."""
+def _external_data(message: Any) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields location and other fields of each tensor with external data, wherever it is in the model."""
     if isinstance(message, onnx.TensorProto):
         if message.data_location == onnx.TensorProto.EXTERNAL:
-            yield {entry.key: entry.value for entry in message.external_data}.get("location", "")
+            fields = {entry.key: entry.value for entry in message.external_data}
+            yield fields.get("location", ""), fields
         return
     for descriptor, value in message.ListFields():
         if descriptor.message_type is not None:
@@ -183,8 +191,11 @@ def inspect_onnx(path: str | Path) -> OnnxInfo:
         info.output, info.preprocess = facts.pop("output", None), bool(facts.pop("preprocess", False))
         if info.output not in (None, *get_args(Output)):
             raise ValueError(f"output must be one of {', '.join(get_args(Output))}, got {info.output!r}")
+        for key in ("image_hw", "patch_hw"):
+            sides = facts.get(key, [1, 1])
+            pair(key, None if isinstance(sides, int) else sides)
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ModelFileError(f"{path}: its metadata is damaged: {error}") from None
+        raise damaged(path, error) from None
     return info
 
 
@@ -194,6 +205,10 @@ def narrow_precision(path: str | Path) -> str | None:
     for tensor in read_proto(path).graph.initializer:
         sizes[NARROW.get(onnx.TensorProto.DataType.Name(tensor.data_type))] += math.prod(tensor.dims)
     return sizes.most_common(1)[0][0] if sizes else None
+
+
+def damaged(path: str | Path, error: object) -> ModelFileError:
+    return ModelFileError(f"{path}: its metadata is damaged: {error}")
 
 
 def _describe_value(value: onnx.ValueInfoProto) -> dict[str, Any]:

@@ -163,9 +163,9 @@ class OnnxRunner:
             if self.info.output not in (None, output):
                 raise ValueError(f"output must be {self.info.output!r} like the file's, got {output!r}")
         self.output = output or self.info.output or "logits"
-        classes, count = signature.output_tail[-1] if signature.output_tail else None, len(self.class_names or ())
-        if self.class_names and classes not in (None, count) and self.output != "features":
-            raise ValueError(f"class_names must have {classes} names, one per class of {path}, got {count}")
+        classes, known = signature.output_tail[-1] if signature.output_tail else None, self.class_names
+        if known is not None and classes not in (None, len(known)) and self.output != "features":
+            raise ValueError(f"class_names must have {classes} names, one per class of {path}, got {len(known)}")
         self.image_hw = signature.image_hw
         if image_hw is not None:
             self.image_hw, fixed = pair("image_hw", image_hw), signature.shape[2:]
@@ -222,7 +222,13 @@ class OnnxRunner:
             count = len(piece)
             if count < size and self._needs_full_batch:
                 piece = piece[[min(i, count - 1) for i in range(size)]]
-            results.append(self._run(piece)[:count])
+            try:
+                results.append(self._run(piece)[:count])
+            except Exception as error:  # ONNX Runtime's exceptions share no base class
+                if None not in self._signature.shape[1:] or "allocate" in str(error).lower():
+                    raise
+                shape = tuple(images.shape)
+                raise ValueError(f"{self.path} does not support images of shape {shape}: {str(error)[:300]}") from error
         if len(results) > 1:
             results = [torch.cat(results) if bound else np.concatenate(results)]
         return torch.from_numpy(results[0]).to(images.device) if is_tensor and not bound else results[0]
@@ -233,9 +239,13 @@ class OnnxRunner:
         Raises:
             UnsupportedInputError: the file outputs features, or the preprocessing is unknown.
         """
+        from PIL import Image
+
         if self.output == "features":
             raise UnsupportedInputError("probabilities", [f"{self.path} must output classes, got features"])
         prepared = [self.prepare(image) for image in images]
+        if not prepared:
+            return self.probabilities([Image.new("RGB", (8, 8))])[:0]
         if self.takes_pixels:  # of any size
             output = np.concatenate([self(pixels) for pixels in prepared])
         else:
