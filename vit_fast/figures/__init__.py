@@ -167,8 +167,11 @@ def open_image(
         in_chans: 3 (RGB) or 1 (gray); None means the model's.
     Raises:
         ImageError: the file is missing or not an image.
-        UnsupportedInputError: a value is None, and the model is not of a supported library.
+        UnsupportedInputError: a value is None, and the model is not of a supported library; or it has no parameters.
     """
+    if (parameter := next(model.parameters(), None)) is None:
+        reason = "it must be a PyTorch model with parameters, got none"
+        raise UnsupportedInputError(f"figures of a {type(model).__name__}", [reason])
     if image_hw is None or data_config is None or in_chans is None:
         known = recognize(model)
         image_hw, data_config = image_hw or known.image_hw, data_config or known.data_config or DataConfig()
@@ -177,7 +180,6 @@ def open_image(
     prepared = make_transform(data_config, image_hw, in_chans)(image)
     plain = DataConfig.from_dict({**vars(data_config), "mean": (0.0,) * 3, "std": (1.0,) * 3})
     shown = make_transform(plain, image_hw, 3)(image)
-    parameter = next(model.parameters())
     return ModelImage(prepared.unsqueeze(0).to(parameter), shown.permute(1, 2, 0).numpy())
 
 
