@@ -137,7 +137,8 @@ class _Run:
             self.tell(f"{group}: {candidate.name}")
             round_s = sum(ready.call_s + max(ready.call_s, clock.SETTLE_MS / 1e3) for ready in prepared.values())
             kind = "file" if candidate.runs_file else candidate.compile_mode
-            needed_s = PREPARING_S[kind] + EXPECTED_ROUNDS * round_s
+            # a candidate that was named is also prepared if its estimate does not fit
+            needed_s = EXPECTED_ROUNDS * round_s + (PREPARING_S[kind] if self.configuration.is_default else 0.0)
             begun = [*group.key, candidate.name]
             ready = None
             if missing := candidate.missing_packages():

@@ -190,6 +190,8 @@ def test_the_default_run_ranks_the_first_candidates_within_three_minutes(slownes
     ranked = [row for row in measured if slowness <= 1 or row["candidate"] == "timm+fused+frozen"]
     verdicts = {row["verdict"] for row in ranked}
     assert verdicts <= {None, "faster", "slower", "no difference"} and "faster" in verdicts
+    named = make_configuration(device="cpu", candidates=["timm", "timm+compile"], time_budget_s=20)
+    assert [row["status"] for row in runner.run(named)["rows"]][:2] == ["measured", "measured"]
 
 
 @pytest.mark.slow
