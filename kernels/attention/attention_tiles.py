@@ -4,9 +4,10 @@ Inputs come in three forms:
 
 - fixed: q [B, H, N_q, D], k and v [B, H, N_kv, D]. Every query attends to every key of its head.
 - packed: q, k, v [1, H, total, D], and `sequences` (cu_seqlens), int32 [S + 1] on the device: the start of each
-  sequence and the end of the last one. The host does not know the lengths, so it launches total // BLOCK + S + 1
-  programs per head, each for one slot. A slot has room for one tile. The slots of sequence i start at
-  sequences[i] // BLOCK + i, and always suffice for all its tiles. Each program searches for the sequence of its slot.
+  sequence and the end of the last one. A program processes one tile of BLOCK rows. The host does not know the lengths,
+  so it launches total // BLOCK + S + 1 programs per head, each for one slot, which has room for one tile. The slots of
+  sequence i start at sequences[i] // BLOCK + i, and always suffice for all its tiles. Each program searches for the
+  sequence of its slot.
   Rows after the last sequence have no keys; their outputs and gradients are 0.
 - masked: like fixed, with `key_mask`, bool [B, N_kv], False for masked keys. Loops over keys end at the last unmasked
   key. The output of a query without keys is 0, as in torch's scaled_dot_product_attention.
@@ -44,7 +45,8 @@ def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
 def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
     """Returns (start, begin, end, others_end) of a slot: first row of the tile, begin and end of the sequence.
 
-    `others_end` is where the program's loop over keys or queries ends: `end`, or `begin` after the last sequence.
+    `others_end` is where the program's loop over keys or queries ends. It is `end`, but for slots after the last sequence
+    it is `begin`, so that the loop is empty.
     """
     stride = tl.cdiv(n_sequences + 1, _WAYS)
     index = tl.arange(0, _WAYS) * stride
@@ -252,7 +254,7 @@ def over_tiles(
         step: Function (first, second, start, end, shared, state, ROWS, FORM, TMA, MASKED, FIRST) that returns the new
             state; if FIRST, `state` is the initial state.
         first, second: Sources of full tiles.
-        last_first, last_second: Sources of the other tiles.
+        last_first, last_second: Sources of the other tiles, or of all tiles if one loop masks them.
     """
     if FIXED and FULL and TMA:
         # If the loop could be empty, the compiler would merge the accumulators of asynchronous wgmma with zeros, and

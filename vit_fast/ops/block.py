@@ -215,7 +215,7 @@ def _output_dtype(stream: torch.dtype, t: BlockTensors, s: BlockSettings) -> tor
     """Returns the output's dtype: that of x (`stream`) if x is added, else that of the matmuls or of LayerScale."""
     if s.residual:
         return stream
-    if t.fc1_weight is None:  # fp32 if LayerScale is fp32, because 1e-6 is subnormal in fp16
+    if t.fc1_weight is None:  # fp32 if LayerScale is: it may be 1e-6, a subnormal number in fp16
         return s.dtype if t.scale1 is None or t.scale1.dtype != torch.float32 else torch.float32
     return stream if t.scale2 is not None and t.scale2.dtype == stream else s.dtype
 
