@@ -323,11 +323,12 @@ class _Walk:
 
 def _reasons(module: nn.Module, form: type[FusedModule], finding: Finding) -> list[str]:
     """Returns the reasons why a module cannot be fused, or can no longer be fused."""
-    reasons = forward_reasons(module)
     if isinstance(module, FusedModule):
+        reasons = ["its forward was replaced on the instance"] if forward_is_replaced(module) else []
         # sharded weights are no reason: fully_shard was called after fuse, and gathers them before forward
         sharded = tuple(f", got {type_name(each)}" for each in module.parameters() if type(each).__name__ == "DTensor")
         return reasons + [reason for reason in finding.reasons if not reason.endswith(sharded)]
+    reasons = forward_reasons(module)
     if not reasons and type(module).forward is not form.original_forward:
         reasons.append(f"{type(module).__qualname__}.forward was replaced on the class")
     return reasons or list(finding.reasons)
