@@ -45,8 +45,8 @@ def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
 def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
     """Returns (start, begin, end, others_end) of a slot: first row of the tile, begin and end of the sequence.
 
-    `others_end` is where the program's loop over keys or queries ends. It is `end`, but for slots after the last sequence
-    it is `begin`, so that the loop is empty.
+    `others_end` is where the loop over keys or queries ends. It is `end`, but for slots after the last sequence it is
+    `begin`, so that the loop is empty.
     """
     stride = tl.cdiv(n_sequences + 1, _WAYS)
     index = tl.arange(0, _WAYS) * stride
