@@ -112,7 +112,7 @@ def normed_pairs(
     first, second, weights, biases, which, head, pairs, inside, eps, H,
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Applies the norm of q (which = 0) or k. Set INTERLEAVED if weight and bias have adjacent pairs."""
+    """Applies the norm of q (which = 0) or k. INTERLEAVED: the channels of a pair are adjacent in weight and bias."""
     first, second, _ = _normalize(first, second, inside, eps, H, D, NORM == "rms_norm", WIDE)
     if weights[0] is not None:
         weight1, weight2 = _load_affine(weights, which, head, pairs, inside, D, WIDE, INTERLEAVED)
@@ -260,14 +260,17 @@ class QkvSettings:
 
 
 def can_be_read(cos: Tensor, sin: Tensor) -> bool:
-    """True if both tables [..., T, D / 2] have equal strides; that of T is positive and divides the outer ones."""
+    """True if the kernels can read the tables [..., T, D / 2] without a copy.
+
+    Both must have equal strides, and the stride of T must be positive and divide the outer strides.
+    """
     *outer, row, _ = cos.stride()
     whole = row > 0 and not any(step % row for step, size in zip(outer, cos.shape) if size > 1)
     return whole and cos.stride() == sin.stride()
 
 
 def shared_arguments(s: QkvSettings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arguments and constants for norms and tables that rotary kernels and the matmul have in common."""
+    """Returns the arguments and constants that these kernels share with the qkv matmul, for its norms and tables."""
     image_rows = head_rows = row = pair = 0
     if s.tables is not None:
         *outer, row, pair = s.tables[0].stride()
@@ -297,7 +300,8 @@ def qk_norm_rope_launch(
 
     Args:
         inverse: Rotate by the opposite angle. Without norms, this is the backward.
-        separate: The channels of a pair are adjacent in x, and D/2 apart in `out`, which must be x.
+        separate: Also reorder channels, in place only (`out` must be x). Before the call, the channels of a pair are
+            adjacent; afterwards, they are D/2 apart.
     """
     args, constants, blocks, warps = _arguments(x, settings)
     parts = 2 if out is x else 3

@@ -86,7 +86,8 @@ def gradient_names(s: BlockSettings) -> list[str]:
 def saved_names(s: BlockSettings) -> list[str]:
     """Returns the names of the tensors that the forward saves for the backward.
 
-    norm1_input, statistics1: Input of norm1; its mean and rstd, fp32 [2, M]. For fp32 x: normalized input; rstd [1, M].
+    norm1_input, statistics1: The input of norm1, and its mean and rstd, fp32 [2, M]. If x is fp32, they contain the
+        normalized input, and only rstd, fp32 [1, M].
     norm2_input, statistics2: The same for norm2.
     qkv [B, N, 3, H, D], mixed [B, N, H, D], lse [B, H, N]: Input, output and log-sum-exp of the attention.
     before_norm: qkv before the norms of q and k.
@@ -120,7 +121,7 @@ def normed_linears(t: Any, norm: str, inner_norm: str, rope_head: int = 0) -> di
 
 
 def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Returns the gradients of x and of the parameters; `tensors` are saved tensors, then those of the forward."""
+    """Returns the gradients of x and of the parameters; `tensors`: saved ones (`saved_names`), then the operator's."""
     from ..kernels.layer_norm import NormInput
     from ..kernels.linear import folding, hidden_norm, linear, scaled_weights, weight_matmuls
     from ..kernels.linear.gradients import layer_norm_gradient
@@ -158,7 +159,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         d_fc1, row_part, sums["fc1"], h = linear.activation_gradient(
             dy, scaled["fc2"], saved.z, norm_input, folded, s.activation, gated, saved.hidden, along
         )
-        # for proj, `narrow` is a copy of the gradient in the dtype of the matmuls
+        # `narrow`, for proj, is the gradient in the dtype of the matmuls: a copy, or `stream` itself
         stream, narrow = linear.input_gradient(
             d_fc1, row_part, norm_input, folded, stream if s.residual else None, t.qkv_weight is not None
         )
