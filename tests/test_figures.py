@@ -16,6 +16,7 @@ from torch import nn
 import vit_fast
 from vit_fast import figures
 from vit_fast.commands.optimize import FIGURES
+from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.figures import Activations, components, position_embedding
 
@@ -142,7 +143,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [path.name for path in (tmp_path / "rotary").iterdir()] == ["rollout.png"]
     assert "skipped positions: " in capsys.readouterr().err
     with pytest.raises(UnsupportedInputError, match="must be a PyTorch model with parameters, got none"):
-        figures.open_image(torch.nn.Identity())  # as for FILE.onnx
+        figures.open_image(nn.Identity(), data_config=DataConfig(), image_hw=(32, 32), in_chans=3)  # as for FILE.onnx
     for options, message in (
         (("--figures", "colors"), "--figures must be among patches"),
         (("--blocks", "x"), "--blocks"),

@@ -169,13 +169,13 @@ def open_image(
         ImageError: the file is missing or not an image.
         UnsupportedInputError: a value is None, and the model is not of a supported library; or it has no parameters.
     """
-    if (parameter := next(model.parameters(), None)) is None:
-        reason = "it must be a PyTorch model with parameters, got none"
-        raise UnsupportedInputError(f"figures of a {type(model).__name__}", [reason])
     if image_hw is None or data_config is None or in_chans is None:
         known = recognize(model)
         image_hw, data_config = image_hw or known.image_hw, data_config or known.data_config or DataConfig()
         in_chans = in_chans or known.in_chans
+    if (parameter := next(model.parameters(), None)) is None:
+        reason = "it must be a PyTorch model with parameters, got none"
+        raise UnsupportedInputError(f"figures of a {type(model).__name__}", [reason])
     image = image if isinstance(image, Image.Image) else read_image(sample_image() if image is None else image)
     prepared = make_transform(data_config, image_hw, in_chans)(image)
     plain = DataConfig.from_dict({**vars(data_config), "mean": (0.0,) * 3, "std": (1.0,) * 3})
