@@ -83,6 +83,14 @@ def test_hooks_and_replaced_methods_get_all_tokens(path: str) -> None:
     assert [tokens.shape[:2] for tokens in seen] == [(2, 17)]
 
 
+@torch.no_grad()
+def test_blocks_that_were_replaced_after_fuse_compile() -> None:
+    _, model = build()
+    for blocks in ([*model.blocks, torch.nn.Identity()], []):
+        model.blocks = torch.nn.Sequential(*blocks)
+        assert_same(torch.compile(model, fullgraph=True, backend="eager")(IMAGES), model(IMAGES))
+
+
 def test_a_subclass_which_may_read_other_tokens_stays_unchanged() -> None:
     other = timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=2, num_classes=5).eval()
     before = type(other)

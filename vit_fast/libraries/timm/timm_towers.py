@@ -16,7 +16,7 @@ from ...ops.descriptions import Keys
 from ...ops.registration import is_exporting
 from ..interface.image_model import comes_from
 from ..interface.packed_tower import Call, PaddedTower, read_grids
-from .timm_blocks import AttentionLayer, AttentionPoolLatentMixin
+from .timm_blocks import AttentionLayer, AttentionPoolLatentMixin, BlockMixin
 
 _METHODS = ("forward_features", "forward_head", "pool")  # which a user may have replaced
 
@@ -54,6 +54,8 @@ def _run_for_one_token(blocks: Any, x: Tensor) -> Any:
     if not torch.compiler.is_compiling():
         output = run_packed_blocks(blocks, x, outputs=1)
         return blocks(x) if output is None else output
+    if not len(blocks) or not isinstance(blocks[-1], BlockMixin):  # blocks were replaced or removed after fuse
+        return blocks(x)
     *others, last = blocks
     attn, changed = last.attn, last._forward_hooks or is_touched(last)
     parts = None if changed or last.vit_fast_backend != "sdpa" else last.ready()
