@@ -65,6 +65,10 @@ def test_a_fused_model_is_calibrated_again(model: Any) -> None:
     assert scales_of(model.blocks[0]) is scales and scales.names_kept() == ["proj", "fc2"]
     assert scales_in(model)["blocks.0.vit_fast_fp8.qkv"].mean() > 4 * plain["blocks.0.vit_fast_fp8.qkv"].mean()
     assert model.blocks[0].vit_fast_backend == "sdpa"
+    nn.init.zeros_(model.blocks[0].attn.qkv.weight)
+    nn.init.zeros_(model.blocks[0].attn.qkv.bias)
+    vit_fast.calibrate(model, inputs()[:8])
+    assert scales_in(model)["blocks.0.vit_fast_fp8.proj"] == 1, "if all inputs are 0"
 
 
 def test_batches_of_loaders() -> None:

@@ -102,8 +102,9 @@ class Scheme:
         peak = max(-limits.low, limits.high)
         if self.kind == "int8":
             return max(peak, 1e-30) / 127, 0
-        scale = max(peak, 1e-3) / E4M3_MAX  # representable in fp16
-        return float(np.exp2(np.ceil(np.log2(scale)))) if self.power_of_two else scale, 0
+        if self.power_of_two:  # the smallest power of two that covers the range
+            return float(np.exp2(np.ceil(np.log2(peak / E4M3_MAX)))) if peak > 0 else 1.0, 0
+        return max(peak, 1e-3) / E4M3_MAX, 0  # representable in fp16
 
     def smoothing_scale(self, peak: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
         """Returns s_j = sqrt(max |x_j| / max |W_j|); 1 for a channel in which x or W is zero.
