@@ -57,6 +57,16 @@ def test_bad_inputs_are_named(change: Callable[..., tuple[Tensor, Tensor, Tensor
         ops.attention_qkvpacked(torch.randn(2, 17, 2, 2, 16, device=DEVICE), backend="triton")
 
 
+def test_autocast_casts_tensors_of_several_dtypes() -> None:
+    """As in AIMv2, whose queries are a parameter, and InternVL with qk-norm."""
+    q, k, v = _qkv()
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        expected = F.scaled_dot_product_attention(q, k.bfloat16(), v.bfloat16())
+        for backend in ("sdpa", "eager"):
+            found = ops.attention(q, k.bfloat16(), v.bfloat16(), backend=backend)
+            torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["import vit_fast", "import torch.utils.flop_counter"])
 def test_existing_flop_counters_count_operators(first: str) -> None:

@@ -127,7 +127,8 @@ def _attend(qkv: Sequence[Tensor], keys: Keys | None, scale: float | None, backe
     cu_seqlens, max_seqlen, key_mask = keys or (None, 0, None)
     backend = resolve_backend(backend, first.device, first.dtype)
     runs_kernel = backend == "triton" and not is_exporting()
-    if runs_kernel and (len(qkv) == 3 or first.dtype is not matmul_dtype(first)):  # like SDPA under autocast
+    mixed = any(tensor.dtype is not first.dtype for tensor in qkv)  # e.g. a parameter and an output under autocast
+    if mixed or (runs_kernel and (len(qkv) == 3 or first.dtype is not matmul_dtype(first))):  # like SDPA under autocast
         qkv = [tensor.to(matmul_dtype(tensor)) for tensor in qkv]
     if len(qkv) == 1:
         check_dtype("qkv", first)
