@@ -99,7 +99,8 @@ def export_onnx(
     measured, verified, whole = _images(options, calibration, images, verify)
     if verify and precision == "bf16" and (reasons := reasons_against("cuda")):
         reasons = [f"ONNX Runtime runs bf16 on CUDA only, but {reason}" for reason in reasons]
-        raise UnsupportedInputError("verification of a bf16 file", [*reasons, "pass verify=False (--no-verify)"])
+        reasons.append("to export without verification, pass verify=False (--no-verify)")
+        raise UnsupportedInputError("a bf16 file cannot be verified on this machine", reasons)
     labeled = None if validation is None else check_labeled(Path(validation), vit, options)
 
     output = output if vit.num_classes else "features"
@@ -207,8 +208,9 @@ def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel, who
     new_operator = "the Attention operator needs TensorRT 10.14 or newer; opset 22 or older avoids it"
     no_data_config = "the model has no data_config: pass one to store the preprocessing in the file"
     few_images = (
-        f"the outputs were compared on few images (files: {whole}) and crops of them: pass {MIN_HELD_OUT} or more as "
-        f"`images`, or {MIN_HELD_OUT + CALIBRATION_IMAGES} or more as `calibration`"
+        f"the outputs were compared on few images (files: {whole}) and crops of them: pass "
+        f"{MIN_HELD_OUT + CALIBRATION_IMAGES} or more as `calibration` (--calibrate), or in Python {MIN_HELD_OUT} or "
+        f"more as `images`"
     )
     warnings = [
         *((not fusion.complete, f"not fully fused: {fusion.line()}") for fusion in report.fusions),

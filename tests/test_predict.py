@@ -113,7 +113,7 @@ def test_errors_are_one_line_and_status_2(models: Path, tmp_path: Path, capsys: 
         ((*predict, "--model", "vit_tiny_patch16_224"), "does not fit"),
         ((*predict, "--top-k", "0"), "--top-k must be an integer >= 1, got 0"),
         ((*predict, "--classes", "three.txt"), "got 3"),
-        ((*predict, "--classes", "gap.json"), "gap.json: must list names or map indices from 0"),
+        ((*predict, "--classes", "gap.json"), "gap.json: must be a JSON list of names, or an object"),
         ((*predict, "--classes", "absent.txt"), "no such file"),
         ((*predict, "--backend", "cuda"), "cuda"),
         ((*predict, "--device", "cuda:99"), "device must"),

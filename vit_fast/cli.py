@@ -93,7 +93,8 @@ def main(args: list[str] | None = None) -> None:
     except USER_ERRORS as error:
         if traceback_wanted:
             raise
-        message = " ".join(str(error).split()) or type(error).__name__
+        text = str(error).replace(":\n  - ", ": ").replace("\n  - ", "; ")  # reasons of UnsupportedInputError
+        message = " ".join(text.split()) or type(error).__name__
         if isinstance(error, OSError) and error.filename and error.strerror:  # without "[Errno 2]"
             message = f"{error.filename}: {error.strerror}"
         sys.stderr.write(f"vit-fast: error: {message}\n")

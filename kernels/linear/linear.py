@@ -55,7 +55,7 @@ def layer_norm_linear(
         head_step=head_step, out_part=out_part if gated else None,
     )  # fmt: skip
     run_matmul(operands, "gated" if gated else head_step.epilogue if head_step else "layer_norm", activation)
-    if out_part is not None and not gated:  # the epilogue would spill with activation and statistics
+    if out_part is not None and not gated:  # without a gate, the epilogue would spill if it also computed statistics
         layer_norm_statistics_launch(out, out_part).run()
     return out, out if z is None else z, x if mean is None else NormInput(x.source, statistics)
 
@@ -103,13 +103,13 @@ def activation_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns dz~, two sums of the gradient dz of fc1's output z, and the recomputed h = act(z), or act(g) u if gated.
 
-    dz~ is rstd dz in the shape and dtype of z; it is dz for constant rows of x, and if x is normalized. Both sums are
-    partial sums in fp32: of dz (z - c) over the columns of z, [M, parts] (c: `folding.py`), and of dz and dz~ mean
-    over M, [sums, 2, columns of z].
+    dz~ is rstd dz in the shape and dtype of z. It is dz itself for constant rows of x, and if `x.source` is already
+    normalized (fp32 x). Both sums are partial sums in fp32. The first, [M, parts], sums dz (z - c) over the columns of
+    z (c: `folding.py`). The second, [sums, 2, columns of z], sums dz, and dz~ times the mean of its row of x, over M.
 
-    `grad` is the gradient dy of fc2's output [M, C], and `scaled` is diag(LayerScale) W2 [C, F]. If a norm follows h,
-    pass `hidden` (mean and rstd of h, fp32 [2, M]) and `along` (fp32 [M], see `hidden_norm.py`). The last result is
-    then h^, the normalized h.
+    `grad` is dy [M, C], the gradient of the MLP's output after LayerScale. `scaled` is diag(LayerScale) W2 [C, F]. If a
+    norm follows h, pass `hidden` (mean and rstd of h, fp32 [2, M]) and `along` (fp32 [M], see `hidden_norm.py`). The
+    last result is then h^, the normalized h.
     """
     (M, width), F = z.shape, scaled.weight.shape[1]
     out, h = torch.empty_like(z), z.new_empty((M, F))
@@ -129,7 +129,9 @@ def activation_gradient(
 def input_gradient(
     scaled: Tensor, row_part: Tensor, x: NormInput, folded: FoldedLinear, residual: Tensor | None, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns [residual +] dx [M, C] in the dtype of x; also in that of the matmuls if `rounded`, else the same tensor.
+    """Returns [residual +] dx [M, C] twice: in the dtype of x, and if `rounded`, in the dtype of the matmuls.
+
+    If not `rounded`, or if the dtypes are equal, both results are the same tensor.
 
     `scaled` and `row_part` are the first two results of `activation_gradient`.
     """

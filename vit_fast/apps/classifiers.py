@@ -46,20 +46,20 @@ def class_names_for(count: int, given: Sequence[str] | None, known: Sequence[str
 
 def read_class_names(path: Path) -> list[str]:
     """Reads class names from a text file (one per line) or from JSON (a list, or an object from index to name)."""
+    is_json = path.suffix.lower() == ".json"
     try:
         text = path.read_text(encoding="utf-8")
-        if path.suffix.lower() != ".json":
+        if not is_json:
             return [line.strip() for line in text.splitlines() if line.strip()]
         content: Any = json.loads(text)
-        if isinstance(content, Mapping):
-            by_index = {int(index): name for index, name in content.items()}
-            content = [by_index[i] for i in range(len(by_index))]
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file of class names") from None
-    except (ValueError, KeyError, RecursionError) as error:  # not UTF-8, not JSON, or indices other than 0 to n-1
-        raise ValueError(f"{path}: must list names or map indices from 0: {type(error).__name__}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: must be {'JSON' if is_json else 'text'} in UTF-8: {error}") from None
+    if isinstance(content, Mapping):
+        content = [content.get(str(index)) for index in range(len(content))]
     if not isinstance(content, list) or not all(isinstance(name, str) for name in content):
-        raise ValueError(f"{path}: must be a JSON list of names, or an object from index to name")
+        raise ValueError(f'{path}: must be a JSON list of names, or an object that maps "0", "1", ... to names')
     return content
 
 
