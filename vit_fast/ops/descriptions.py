@@ -134,7 +134,7 @@ def interleave(rope: Rope, head_dim: int) -> Rope:
 
 
 def is_padding(mask: Any) -> bool:
-    """True for a boolean mask [B, H, N_q, N_kv] whose sizes and strides show that it is equal for all heads and queries.
+    """True for a boolean mask [B, H, N_q, N_kv] whose sizes and strides show that all heads and queries share it.
 
     Does not read the values, because that would synchronize with the device.
     """
