@@ -37,14 +37,14 @@ def attention(
 
     Args:
         q: Queries [B, H, N_q, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa). With triton, D must be
-            between 16 and 128, with stride 1 in q, k and v; other strides are arbitrary.
-        k: Keys [B, H, N_kv, D], with the dtype and device of q.
-        v: Values, with the shape, dtype and device of k.
-        scale: Multiplier of q k^T, positive with triton. None means D**-0.5.
+            between 16 and 128. In q, k and v, the stride of D must then be 1; the other strides are arbitrary.
+        k: Keys [B, H, N_kv, D] on the device of q, with the dtype of q. Autocast allows to mix fp32, fp16 and bf16.
+        v: Values [B, H, N_kv, D], with the same requirements as k.
+        scale: Multiplier of q k^T; None means D**-0.5. triton requires a positive finite number.
         key_mask: bool [B, N_kv], False for padding. The output of an image is 0 if its mask is all False.
         backend: "eager", "sdpa", "triton", or "auto" to choose triton or sdpa by device, dtype and precision settings.
     Returns:
-        [B, H, N_q, D] in q.dtype; triton accumulates in fp32. Under autocast, autocast's dtype unless q is fp64.
+        [B, H, N_q, D]. The dtype is q.dtype, but the autocast dtype if autocast is enabled and q is not fp64.
     Raises:
         ValueError: shapes, dtypes or devices do not match, or the backend is unknown.
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
@@ -55,13 +55,13 @@ def attention(
 
 
 def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Computes `attention` from the output of the qkv linear layer, without a copy.
+    """Computes `attention` from the output of the qkv linear layer, without separate copies of q, k and v.
 
     Args:
-        qkv: Output of that layer as [B, N, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
+        qkv: Output of the qkv layer as [B, N, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
         scale, backend: See `attention`, which also lists the errors.
     Returns:
-        [B, N, H, D], in the dtype that `attention` returns; contiguous with triton.
+        [B, N, H, D] in the dtype that `attention` returns. With triton, the output is contiguous.
     """
     check_tensors(qkv=qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
@@ -82,16 +82,16 @@ def attention_varlen(
     """Computes softmax self-attention within each packed sequence, without a causal mask.
 
     Args:
-        q, k, v: [total, H, D]; dtypes and strides as in `attention`.
-        cu_seqlens: int32 [S + 1] on the device of q. Sequence i consists of tokens cu_seqlens[i] to
-            cu_seqlens[i + 1] - 1. Values must start with 0, never decrease and never exceed `total`; sequences may be
-            empty. eager and sdpa check the values; triton does not, to avoid a synchronization.
-        max_seqlen: Length of the longest sequence, or more. triton uses it only to select tile sizes.
+        q, k, v: Queries, keys and values [total, H, D]. See `attention` for the dtypes, the strides and D.
+        cu_seqlens: int32 [S + 1] for S sequences, on the device of q. Sequence i consists of tokens cu_seqlens[i] to
+            cu_seqlens[i + 1] - 1. Values must start with 0, never decrease and never exceed `total`. eager and sdpa
+            check this, except during export. triton does not check it, to avoid a synchronization.
+        max_seqlen: Length of the longest sequence, or a larger number. triton uses it only to select tile sizes.
         scale, backend: See `attention`.
     Returns:
-        [total, H, D], in the dtype that `attention` returns. Tokens after the last sequence are 0.
+        [total, H, D] in the dtype that `attention` returns. The output of tokens after the last sequence is 0.
     Raises:
-        ValueError: shapes, dtypes or devices do not match; with eager and sdpa, also if values are invalid.
+        ValueError: shapes, dtypes or devices do not match, the backend is unknown, or a check of values fails.
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
     Source: the conventions of flash_attn_varlen_func, github.com/Dao-AILab/flash-attention.
     """
@@ -102,13 +102,13 @@ def attention_varlen(
 def attention_varlen_qkvpacked(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float | None = None, backend: str = "auto"
 ) -> Tensor:
-    """Computes `attention_varlen` from the output of the qkv linear layer, without a copy.
+    """Computes `attention_varlen` from the output of the qkv linear layer, without separate copies of q, k and v.
 
     Args:
-        qkv: Output of that layer as [total, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
+        qkv: Output of the qkv layer as [total, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
         cu_seqlens, max_seqlen, scale, backend: See `attention_varlen`, which also lists the errors.
     Returns:
-        [total, H, D], in the dtype that `attention` returns; contiguous.
+        A contiguous tensor [total, H, D] in the dtype that `attention` returns.
     """
     check_tensors(qkv=qkv, cu_seqlens=cu_seqlens)
     if qkv.dim() != 4 or qkv.shape[1] != 3:
@@ -117,17 +117,17 @@ def attention_varlen_qkvpacked(
 
 
 def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Computes attention of qkv [B, N, 3, H, D], or of packed qkv [total, 3, H, D] or [1, total, 3, H, D]."""
+    """Computes attention of qkv: [B, N, 3, H, D], or packed sequences [total, 3, H, D] or [1, total, 3, H, D]."""
     return _attend([qkv], keys, scale, backend)
 
 
 def _attend(qkv: Sequence[Tensor], keys: Keys | None, scale: float | None, backend: str) -> Tensor:
-    """Checks the tensors and computes their attention, in the layouts of `attention_forward`."""
+    """Checks the tensors and computes attention. `attention_forward` describes the layouts of `qkv` and output."""
     first = qkv[0]
     cu_seqlens, max_seqlen, key_mask = keys or (None, 0, None)
     backend = resolve_backend(backend, first.device, first.dtype)
     runs_kernel = backend == "triton" and not is_exporting()
-    mixed = any(tensor.dtype is not first.dtype for tensor in qkv)  # e.g. a parameter and an output under autocast
+    mixed = any(tensor.dtype is not first.dtype for tensor in qkv)  # e.g. a parameter in fp32 under autocast
     if mixed or (runs_kernel and (len(qkv) == 3 or first.dtype is not matmul_dtype(first))):  # like SDPA under autocast
         qkv = [tensor.to(matmul_dtype(tensor)) for tensor in qkv]
     if len(qkv) == 1:
@@ -167,10 +167,10 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Drop-in replacement for torch.nn.functional.scaled_dot_product_attention, with the same signature.
 
-    On supported GPUs, the Triton kernel runs calls without a mask, or with a boolean mask that is equal for all queries
-    and heads. Only the mask's sizes and strides decide this, not its values, so nothing waits for the GPU.
-    torch's function runs all other calls: e.g. with dropout, a causal mask, grouped-query attention, torch.func, fp32
-    without TF32, or if torch.backends.cuda allows only the MATH backend.
+    On supported GPUs, a Triton kernel computes attention without a mask, or with a boolean mask whose dimensions N_q
+    and H have size 1 or stride 0. The values of the mask are not inspected, so the call does not wait for the GPU.
+    All other calls run torch's function: e.g. with dropout, a causal mask or grouped-query attention, inside torch.func
+    transforms, in fp32 with TF32 and autocast disabled, or if torch.backends.cuda enables only the MATH backend.
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     # torch's function runs nested tensors, subclasses such as DTensor, and torch.fx Proxies. Check the tensors first:
@@ -211,7 +211,7 @@ def _mismatch(qkv: Sequence[Tensor], shape: str) -> str:
 
 
 def softmax_scale(tensor: Tensor, scale: float | None) -> float:
-    # max avoids 0 ** -0.5, and keeps a symbolic head dimension symbolic
+    # max avoids 0 ** -0.5. Unlike an `if`, it does not specialize a symbolic head_dim (SymInt).
     return max(tensor.shape[-1], 1) ** -0.5 if scale is None else float(scale)
 
 
@@ -260,7 +260,7 @@ def _with_block_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
 
 
 def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[str]:
-    """Returns all reasons why the kernel cannot compute attention of matching q, k, v [B, H, N, D]."""
+    """Returns all reasons why the kernel cannot compute attention of q, k, v [B, H, N, D] that match each other."""
     reasons = kernel_reasons(q.device, q.dtype)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in DTYPES:
@@ -293,7 +293,7 @@ def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_output(qkv: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates and returns the output in q's order of dimensions, its view [B, H, N_q, D], and the log-sum-exps."""
+    """Allocates the output, with q's order of dimensions in `qkv`, its view [B, H, N_q, D], and the log-sum-exps."""
     q = _heads_first(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
     memory = q.new_empty((batch, tokens, heads, head_dim), dtype=dtype)  # flattening [H, D] for proj needs no copy
@@ -307,10 +307,10 @@ def attention_forward(
     qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int, scale: float,
     out_factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns softmax(scale q k^T) v in the layout of q, and the base-2 log-sum-exp of each softmax, fp32 [B, H, N_q].
+    """Returns softmax(scale q k^T) v, and the base-2 log-sum-exp of each softmax, fp32 [B, H, N_q].
 
-    `qkv` contains q, k, v [B, H, N, D], or one tensor [B, N, 3, H, D]. For packed sequences: q, k, v [total, H, D], or
-    one tensor as in `attention_among`. With out_factor, fp32 [1], returns output * out_factor in e4m3.
+    `qkv` contains q, k, v [B, H, N, D] or, for packed sequences, [total, H, D]; or one tensor as in `attention_among`.
+    Dimensions of the output have q's order in `qkv`. With out_factor, fp32 [1], returns output * out_factor in e4m3.
     """
     q, k, v = _heads_first(qkv)
     out, view, lse = _new_output(qkv, None if out_factor is None else E4M3)
@@ -336,14 +336,14 @@ def attention_gradient(
     grad_output: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, cu_seqlens: Tensor | None,
     key_mask: Tensor | None, max_seqlen: int, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Returns the gradients of the argument `qkv` of `attention_forward`, contiguous."""
+    """Returns contiguous gradients of the tensors in the argument `qkv` of `attention_forward`."""
     gradients = [tensor.new_empty(tensor.shape) for tensor in qkv]
     q, k, v = _heads_first(qkv)
     if cu_seqlens is not None and not q.shape[2]:
         return gradients
     from ..kernels.attention import attention
 
-    if grad_output.stride(-1) != 1:  # `sum` expands its gradient from a scalar
+    if grad_output.stride(-1) != 1:  # e.g. the gradient of `sum` is an expanded scalar
         grad_output = grad_output.contiguous()
     if out.dim() == 3:
         o, do = as_batch(out), as_batch(grad_output)
@@ -355,7 +355,7 @@ def attention_gradient(
 
 
 def _flop(qkv: Any, cu_seqlens: Any, key_mask: Any, max_seqlen: int, scale: float) -> int:
-    """Returns the FLOPs of both forward matmuls; for packed sequences an upper bound with max_seqlen keys per query."""
+    """Returns the FLOPs of both matmuls of the forward. For packed sequences, assumes max_seqlen keys per query."""
     if cu_seqlens is None:
         max_seqlen = qkv[0][1] if len(qkv) == 1 else qkv[1][2]
     return 4 * math.prod(qkv[0]) * max_seqlen // (3 if len(qkv) == 1 else 1)

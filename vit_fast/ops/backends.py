@@ -1,4 +1,4 @@
-"""Backends: resolves "auto", lists why a backend cannot run on a device, compiles kernels before their first launch."""
+"""Resolves backend "auto", lists why triton or FP8 cannot run on a device, and compiles kernels ahead of time."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _LONGEST_MESSAGE = 300  # in characters, because compiler output can be pages lo
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | None = None) -> Backend:
-    """Returns the backend; "auto" becomes triton if `auto_reasons` returns no reason, else sdpa.
+    """Returns `backend`; for "auto", returns triton if `auto_reasons` returns no reason, else sdpa.
 
     Args:
-        dtype: The dtype of the tensors; None means that only the device matters.
+        dtype: The dtype of the tensors; None means that only the device is checked.
     Raises:
         ValueError: `backend` is unknown.
     """
@@ -42,7 +42,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | Non
 
 def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tuple[str, ...]:
     """Returns the reasons why "auto" does not select triton. For fp32, TF32 or autocast must be enabled."""
-    if device.type != "cuda":  # even under Triton's interpreter; does not import triton
+    if device.type != "cuda":  # "auto" never selects Triton's interpreter, and does not import triton for the CPU
         place = "the CPU" if device.type == "cpu" else device.type
         return (f"triton cannot run here: tensors must be on a CUDA device, got {place}",)
     reasons = triton_unavailable_reasons(device)
@@ -60,11 +60,11 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
 
 @constant_to_compiler
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
-    """Returns the reasons why Triton kernels cannot run on a device; the first call per GPU runs a test kernel.
+    """Returns the reasons why Triton kernels cannot run on a device. The first call for a GPU runs a test kernel.
 
     A CPU is supported only under Triton's interpreter or with the stand-in driver of `kernels/inspect/`.
     """
-    if device == torch.device("cuda") and torch.cuda.is_available():  # a device without an index is the current one
+    if device == torch.device("cuda") and torch.cuda.is_available():  # "cuda" without an index is the current GPU
         device = torch.device("cuda", torch.cuda.current_device())
     reasons = _static_reasons(device)
     return probe_reasons(device) if device.type == "cuda" and not reasons else reasons
@@ -140,7 +140,7 @@ _probe_lock = threading.Lock()
 
 
 def probe_reasons(device: torch.device) -> tuple[str, ...]:
-    """Runs a test kernel once per device (with index) and process; returns the reasons why kernels cannot run.
+    """Returns the reasons why kernels cannot run on a device, found by a test kernel; caches them for this process.
 
     Device properties are not sufficient: a C compiler may be missing, the driver too old, or the compiled code
     incorrect.
@@ -151,8 +151,8 @@ def probe_reasons(device: torch.device) -> tuple[str, ...]:
         return (f"the test kernel must run on {device} before a CUDA graph capture: call the model once first",)
     with _probe_lock:
         if device not in _probed:
-            # A new thread has none of the caller's thread-local modes: fake tensors, torch.func, inference mode,
-            # a default device, autocast, a tracer.
+            # Run in a new thread, because it has none of the caller's thread-local modes: fake tensors, torch.func,
+            # inference mode, a default device, autocast, a tracer.
             with ThreadPoolExecutor(max_workers=1) as pool:
                 try:
                     _probed[device] = pool.submit(_run_and_compare, device).result()
@@ -181,7 +181,7 @@ def _run_and_compare(device: torch.device) -> tuple[str, ...]:
 
 
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:
-    """Compiles the kernels of a call; returns their number, and how many were not in Triton's disk cache."""
+    """Compiles the kernels that `call` launches; returns their number, and how many Triton's disk cache lacked."""
     from ..kernels.precompile import collect, compile_all
 
     with collect() as requests:

@@ -9,8 +9,8 @@ one half with residual=False, and compute x + drop_path(output).
 With half-precision x, a block can return LayerNorm statistics of its output, fp32 [M, 2, row_parts(C)], for the next
 block. M is the number of tokens. Statistics are per 64 columns; the next kernel combines them (`kernels/row_parts.py`).
 
-The backward (`block_backward.py`) needs the input of each norm. fp32 inputs are saved normalized, in the dtype of the
-matmuls, with the reciprocal standard deviation rstd, fp32 [1, M]. Half-precision inputs are saved with mean and rstd.
+The backward (`block_backward.py`) needs the inputs of norm1 and norm2. fp32 inputs are saved normalized, in the dtype
+of the matmuls, with the reciprocal standard deviation rstd. Half-precision inputs are saved with mean and rstd.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ def fused_block(
     keys: Keys | None = None, activation: str = "gelu", inner_norm: tuple[str, float] | None = None,
     residual: bool = True, next_statistics: bool = False, x8: Tensor | None = None, next_factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Runs a block or one of its halves; optionally reuses and returns LayerNorm statistics and tokens in e4m3.
+    """Runs a block or one of its halves. Can pass LayerNorm statistics and tokens in e4m3 from block to block.
 
     Args:
         x: [B, N, C], or [..., C] for the MLP half alone; fp32 (not in FP8), fp16 or bf16.
-        statistics: LayerNorm statistics of x from the previous block; computed if None, not used if x is fp32.
-        tensors: The parameters, in fp32 or the dtype of the matmuls (`registration.matmul_dtype`); or the result of
-            `fold` for a whole block, without gradients. A half whose parameters are None is skipped.
-        eps, norm: Epsilons and kind of norm1 and norm2. inner_norm: kind and epsilon of a norm before fc2.
+        statistics: LayerNorm statistics of x from the previous block; None to compute them. Ignored if x is fp32.
+        tensors: The parameters, in fp32 or the dtype of the matmuls (`registration.matmul_dtype`). A half whose
+            parameters are None is skipped. For a whole block without gradients, `fold` may have folded them.
+        eps, norm: Epsilons and kind of norm1 and norm2. inner_norm: Kind and epsilon of a norm before fc2.
         residual: True adds x to the branch; must be True for a whole block.
         next_statistics: True to return LayerNorm statistics of the output, for the next block.
-        x8: x times qkv_factor in e4m3 from the previous block, for FP8; computed if it or statistics is None.
-        next_factor: The qkv_factor of the next block if that block reads e4m3.
+        x8: For FP8: x times qkv_factor in e4m3, from the previous block. Computed if x8 or statistics is None.
+        next_factor: The qkv_factor of the next block if its qkv layer reads e4m3, else None.
     Returns:
         The output, with x's shape; its LayerNorm statistics or None; and the output times next_factor in e4m3 or None.
-        With residual, the output is fp32 if x is fp32, else in the dtype of the matmuls; without residual, see
+        If residual is True, the output is fp32 for fp32 x, and has the dtype of the matmuls for other x; if False, see
         `_output_dtype`. The statistics are None unless next_statistics and residual are True and x is half precision.
     Raises:
         ValueError: qk_norm, rope or keys is invalid. UnsupportedInputError: the kernels cannot run this input.
@@ -121,7 +121,7 @@ def fused_block(
 
 
 def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Returns the output, its LayerNorm statistics and e4m3 copy if requested, and tensors named by `_new_names`."""
+    """Returns the output, if requested its LayerNorm statistics and e4m3 copy, then the tensors of `_new_names`."""
     from ..kernels.linear import linear, scaled_weights
 
     s = BlockSettings.read(settings)
@@ -138,7 +138,7 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
     if t.fc2_weight is not None and s.inner_norm == "none":
         weights["fc2"] = t.fc2_weight
     wide = {name: weight for name, weight in weights.items() if weight.dtype != E4M3}
-    weights |= dict(zip(wide, scaled_weights.in_dtype(s.dtype, *wide.values())))  # in one launch
+    weights |= dict(zip(wide, scaled_weights.in_dtype(s.dtype, *wide.values())))  # in at most one launch
     y, emitted = tokens, statistics
     y8 = None if x8 is None else as_matrix(x8)
     if step is not None:
@@ -151,7 +151,7 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
         ready, before = step.forward(flat.view(*x.shape[:-1], 3, s.heads, head_dim), s.saves)
         mixed, lse = attention_forward([ready], qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale, t.proj_factor)
         saved |= {"qkv": ready, "mixed": mixed, "lse": lse, "before_norm": before}
-        # before fc1, a separate kernel normalizes fp32 tokens and reads no statistics
+        # before fc1, fp32 tokens need no statistics, because a separate kernel normalizes them
         statistics_too = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32
         y8 = None if t.fc1_factor is None else torch.empty_like(tokens, dtype=E4M3)
         y, emitted = linear.linear_residual(
@@ -212,10 +212,10 @@ def _mlp(
 
 
 def _output_dtype(stream: torch.dtype, t: BlockTensors, s: BlockSettings) -> torch.dtype:
-    """Returns the output's dtype: that of x (`stream`) if x is added, else that of the matmuls or of LayerScale."""
+    """Returns the dtype of the output: `stream`, the dtype of x, if x is added; else of the matmuls or LayerScale."""
     if s.residual:
         return stream
-    if t.fc1_weight is None:  # fp32 if LayerScale is: it may be 1e-6, a subnormal number in fp16
+    if t.fc1_weight is None:  # fp32 if LayerScale is fp32: 1e-6 would be subnormal in fp16
         return s.dtype if t.scale1 is None or t.scale1.dtype != torch.float32 else torch.float32
     return stream if t.scale2 is not None and t.scale2.dtype == stream else s.dtype
 
@@ -269,7 +269,7 @@ def _folded(t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]
 
 
 def _new_names(x: Tensor, s: BlockSettings) -> list[str]:
-    """Returns the names of the saved tensors that are outputs: all but x, which an operator must not return."""
+    """Returns the names of the saved tensors, but not of half-precision x: an operator must not return its input."""
     names = block_backward.saved_names(s) if s.saves else []
     return names[1:] if names and x.dtype != torch.float32 else names
 

@@ -71,7 +71,7 @@ _CONSTANT = {"qkv_sum", "fc1_sum", "fc2_sum", "cos", "sin", "cu_seqlens", "key_m
 
 
 def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors, Any, Any]:
-    """Converts an operator's list to `BlockTensors`, `QkTensors`, and the x8 and next_factor of `fused_block`."""
+    """Converts an operator's tensor list to `BlockTensors`, `QkTensors`, and x8 and next_factor of `fused_block`."""
     fields: list[Any] = [None] * len(_NAMES)
     for number, tensor in zip(s.present, tensors, strict=True):
         fields[number] = tensor
@@ -79,20 +79,20 @@ def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors
 
 
 def gradient_names(s: BlockSettings) -> list[str]:
-    """Returns the name of each tensor in the operator's list, or "" if it has no gradient."""
+    """Returns the name of each tensor in the operator's list, or "" for a tensor that has no gradient."""
     return ["" if (name := _NAMES[number]) in _CONSTANT else name for number in s.present]
 
 
 def saved_names(s: BlockSettings) -> list[str]:
     """Returns the names of the tensors that the forward saves for the backward.
 
-    norm1_input, statistics1: The input of norm1, and its mean and rstd, fp32 [2, M]. If x is fp32, they contain the
-        normalized input, and only rstd, fp32 [1, M].
+    norm1_input, statistics1: The input of norm1, and its mean and rstd, fp32 [2, M]. If x is fp32: the normalized input
+        in the dtype of the matmuls, and only rstd, fp32 [1, M].
     norm2_input, statistics2: The same for norm2.
     qkv [B, N, 3, H, D], mixed [B, N, H, D], lse [B, H, N]: Input, output and log-sum-exp of the attention.
-    before_norm: qkv before the norms of q and k.
-    z: Output of fc1 [M, F]; with a gate [M, 2 F], in which columns of the gate and of fc1 alternate.
-    branch, hidden: For a norm before fc2: y' - c [M, C] of `hidden_norm.py`; mean and rstd of the norm, fp32 [2, M].
+    before_norm: qkv before the norms of q and k; saved only with qk-norm.
+    z: Output of fc1 [M, F]. With a gate, z is [M, 2 F], and columns of the gate and of fc1 alternate.
+    branch, hidden: Saved only with a norm before fc2: y' - c [M, C] of `hidden_norm.py`; mean and rstd, fp32 [2, M].
     """
     names = []
     if _QKV in s.present:
@@ -121,7 +121,7 @@ def normed_linears(t: Any, norm: str, inner_norm: str, rope_head: int = 0) -> di
 
 
 def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Returns the gradients of x and of the parameters; `tensors`: saved ones (`saved_names`), then the operator's."""
+    """Returns gradients of x and parameters. `tensors`: saved tensors (`saved_names`), then inputs of the forward."""
     from ..kernels.layer_norm import NormInput
     from ..kernels.linear import folding, hidden_norm, linear, scaled_weights, weight_matmuls
     from ..kernels.linear.gradients import layer_norm_gradient
@@ -131,7 +131,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     saved = SimpleNamespace(**({"before_norm": None, "hidden": None} | dict(zip(names, tensors))))
     t, qk, *_ = tensors_of(tensors[len(names) :], s)
     linears = {name: layer.contiguous() for name, layer in normed_linears(t, s.norm, s.inner_norm).items()}
-    inner = linears.get("fc2")  # with a norm before fc2
+    inner = linears.get("fc2")  # None unless a norm precedes fc2
     weights: dict[str, tuple[Tensor, Tensor | None]] = {}
     if t.qkv_weight is not None:
         weights = {"proj": (t.proj_weight.contiguous(), t.scale1), "qkv": (linears["qkv"].weight, None)}
@@ -147,11 +147,11 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         d_branch = dy
         if inner is None:
             (folded,) = folding.fold_linears([linears["fc1"]], s.dtype)
-        else:  # with an inner norm, the h returned below is normalized, but without gamma and beta
+        else:  # with an inner norm, `activation_gradient` returns h normalized, but without gamma and beta
             along, sums["fc2"] = hidden_norm.along_rows(dy, saved.branch, t.scale2, inner.weight.shape[1])
             folded, behind = folding.fold_linears([linears["fc1"], inner], s.dtype)
             (scaled["fc2"],) = scaled_weights.scaled_weights([(behind.weight, t.scale2)], s.dtype)
-            if t.scale2 is not None:  # `branch` lacks the shift
+            if t.scale2 is not None:  # `branch` does not contain the shift c: add it
                 d_scale = (dy.float() * saved.branch).sum(0) + behind.shift * sums["fc2"].sum(0)
                 gradients["scale2"] = d_scale.to(t.scale2.dtype)
                 d_branch, sums["fc2"] = (dy * t.scale2).to(s.dtype), sums["fc2"] * t.scale2
@@ -159,7 +159,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         d_fc1, row_part, sums["fc1"], h = linear.activation_gradient(
             dy, scaled["fc2"], saved.z, norm_input, folded, s.activation, gated, saved.hidden, along
         )
-        # `narrow`, for proj, is the gradient in the dtype of the matmuls: a copy, or `stream` itself
+        # proj reads `narrow`: the gradient in the dtype of the matmuls, or `stream` itself if the dtypes are equal
         stream, narrow = linear.input_gradient(
             d_fc1, row_part, norm_input, folded, stream if s.residual else None, t.qkv_weight is not None
         )
@@ -188,7 +188,7 @@ def _parameter_gradients(
     t: BlockTensors, linears: dict[str, NormedLinear], sums: dict[str, Tensor], parts: dict[str, Tensor],
     pairs: dict[str, tuple[Tensor, Tensor]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the gradients of the parameters by name. `linears` are the linear layers that follow a norm."""
+    """Returns parameter gradients by name, except for qk-norm. `linears` are the linear layers that follow a norm."""
     from ..kernels.linear.weight_gradients import FoldedMatmul, ResidualMatmul, parameter_gradients
 
     matmuls = [FoldedMatmul(parts[name], sums[name], layer) for name, layer in linears.items()]
@@ -216,7 +216,7 @@ def _parameter_gradients(
 
 
 def block_flop(x: Sequence[int], tensors: Sequence[Any], s: BlockSettings) -> tuple[int, int]:
-    """Returns the FLOPs of the linear layers and of attention in a forward, from the shapes of x and the tensors."""
+    """Returns the FLOPs of the linear layers and of attention in the forward. `x` and `tensors` contain shapes."""
     t, qk, *_ = tensors_of(tensors, s)
     tokens, width, matmuls, attention = math.prod(map(int, x[:-1])), int(x[-1]), 0, 0
     if t.qkv_weight is not None:

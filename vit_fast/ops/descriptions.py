@@ -12,7 +12,7 @@ from ..errors import check_choice, check_type
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 E4M3 = torch.float8_e4m3fn
-# Token indices are 32-bit in the kernels, and the last tile may extend past the last token. Offsets are 64-bit.
+# In the kernels, token indices are 32-bit (offsets are 64-bit), and the last tile may extend past the last token.
 MAX_TOKENS = 2**31 - 256
 _NORMS = ("layer_norm", "rms_norm")
 
@@ -24,7 +24,7 @@ class Norm(NamedTuple):
         weight: gamma [C]; None means ones.
         bias: beta [C]; None means zeros. Must be None for an RMSNorm.
         eps: Added to the variance (RMSNorm: to the mean of x^2) before the square root.
-        kind: "layer_norm", (x - mean) / sqrt(variance + eps), or "rms_norm", x / sqrt(mean(x^2) + eps).
+        kind: "layer_norm" computes (x - mean) / sqrt(variance + eps), "rms_norm" computes x / sqrt(mean(x^2) + eps).
     """
 
     weight: Tensor | None = None
@@ -38,7 +38,7 @@ class QkNorm(NamedTuple):
 
     Attributes:
         q, k: Norms of equal kind and epsilon. Weight and bias have shape [D] if `over` is "head", [H * D] if "width".
-        over: "head" normalizes each head, "width" all heads of a token together.
+        over: "head" normalizes each head, "width" normalizes all heads of a token together.
     """
 
     q: Norm
@@ -51,7 +51,7 @@ class Rope(NamedTuple):
 
     Attributes:
         cos, sin: [T, d], [B, T, d] or [B or 1, H or 1, T, d] with T = N - prefix; fp32, fp16 or bf16 (also fp64 with
-            eager and sdpa). d is D/2 with one value per pair (faster), or D with equal values for both channels.
+            eager and sdpa). d is D/2 (one value per pair, faster) or D (both channels of a pair have equal values).
         prefix: Number of leading tokens that are not rotated (class token, registers).
         layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
     """
@@ -63,7 +63,7 @@ class Rope(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The keys that a query attends to: those of its packed sequence, or all that are not padding.
+    """The keys that a query attends to: all keys of its packed sequence, or all keys that are not padding.
 
     Attributes:
         cu_seqlens: See `attention_varlen`; None if `mask` is used.
@@ -79,10 +79,10 @@ class Keys(NamedTuple):
 class BlockTensors(NamedTuple):
     """The parameters of a block. Absent parameters, and all parameters of an absent half, are None.
 
-    `fold` in `folded.py` folds norms and gate into weight and bias of qkv, fc1 and, after an inner norm, fc2. It sets
-    `*_sum` of these layers, and sets the fields of norms and gate to None. If a layer is in e4m3, its `*_factor` is the
-    reciprocal scale of its input. For qkv and fc1, `*_row_scale` are the scales of the weight's rows. For proj and fc2,
-    scale1 and scale2 contain these scales, multiplied by LayerScale.
+    `fold` in `folded.py` folds norm1 into qkv, norm2 and the gate into fc1, and an inner norm into fc2. It sets `*_sum`
+    of these layers, and sets the fields of norms and gate to None. If a layer is in e4m3, its `*_factor` is the
+    reciprocal scale of its input. The scales of the rows of its weight are in `*_row_scale` for qkv and fc1. For proj
+    and fc2, scale1 and scale2 contain the scales times LayerScale, and the biases are divided by the scales.
     """
 
     norm1_weight: Tensor | None = None  # [C]
@@ -101,7 +101,7 @@ class BlockTensors(NamedTuple):
     scale2: Tensor | None = None  # LayerScale of the MLP branch [C]
     gate_weight: Tensor | None = None  # [F, C]
     gate_bias: Tensor | None = None
-    qkv_sum: Tensor | None = None  # s in `kernels/linear/folding.py`, fp32 [3 H D]; for RMSNorm a tensor of shape [0]
+    qkv_sum: Tensor | None = None  # row sums of the folded weight, fp32 [3 H D]; for RMSNorm a tensor of shape [0]
     fc1_sum: Tensor | None = None
     inner_weight: Tensor | None = None  # norm before fc2 [F]
     inner_bias: Tensor | None = None
@@ -119,7 +119,7 @@ class BlockTensors(NamedTuple):
 
 
 class BlockScales(NamedTuple):
-    """fp32 scales by which inputs of linear layers are divided before rounding to e4m3; None disables rounding."""
+    """fp32 scales that divide the inputs of linear layers before rounding to e4m3. None: the layer is not rounded."""
 
     qkv: Tensor | None = None  # [C], one scale per channel of the residual stream
     proj: Tensor | None = None  # []
@@ -128,13 +128,13 @@ class BlockScales(NamedTuple):
 
 
 def interleave(rope: Rope, head_dim: int) -> Rope:
-    """Converts rotary embeddings of layout "half" to the channel order of a folded qkv weight: j + D/2 follows j."""
+    """Converts rotary embeddings of layout "half" for a folded qkv weight, where channel j + D/2 follows channel j."""
     cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
     return Rope(cos, sin, rope.prefix, "interleaved_half")
 
 
 def is_padding(mask: Any) -> bool:
-    """True for a boolean mask [B, H, N_q, N_kv] whose sizes and strides show that all heads and queries share it.
+    """True for a boolean mask [B, H, N_q, N_kv] if size 1 or stride 0 shows that it is equal for all heads and queries.
 
     Does not read the values, because that would synchronize with the device.
     """
@@ -159,7 +159,7 @@ def names_keys(mask: Any) -> bool:
 
 
 def keys_of(mask: Tensor | Keys | None, x: Tensor) -> Keys | None:
-    """Converts a padding mask to the keys that the tokens of x [B, N, ...] attend to; None means all keys."""
+    """Converts a padding mask of the tokens of x [B, N, ...] to `Keys`; returns `Keys` and None unchanged."""
     return mask if mask is None or isinstance(mask, Keys) else Keys(mask=mask[:, 0, 0].expand(x.shape[:2]))
 
 
@@ -176,7 +176,7 @@ def check_dtype(name: str, tensor: Tensor) -> None:
 
 
 def check_keys(keys: Keys, batch: int, tokens: int, device: torch.device) -> None:
-    """Raises ValueError unless keys match B x N tokens. Does not read values of cu_seqlens, which are on the device."""
+    """Raises ValueError unless keys match [batch, tokens]. Does not read values, which would synchronize the device."""
     cu_seqlens, max_seqlen, mask = keys
     if mask is not None and (mask.dtype != torch.bool or mask.device != device or mask.shape != (batch, tokens)):
         raise ValueError(
@@ -233,7 +233,7 @@ def checked_rope(rope: Rope, shape: Sequence[int], is_folded: bool = False) -> R
     if cos.shape != sin.shape:
         raise ValueError(f"rope.cos and rope.sin must have equal shapes, got {tuple(cos.shape)} and {tuple(sin.shape)}")
     T = N - prefix
-    # check the rank first: comparing another size with B would fix the batch size in an exported graph
+    # check the rank first: comparing the size of another dimension with B would fix the batch size in an exported graph
     fits = (
         (cos.dim() == 2 and cos.shape[0] == T)
         or (cos.dim() == 3 and cos.shape[:-1] == (B, T))

@@ -1,8 +1,8 @@
-"""Parameters of a block for inference: norms folded into the weights, which may be rounded to e4m3.
+"""Folds the norms of a block into the weights for inference, and optionally rounds the weights to e4m3 (FP8).
 
-With scales s from `vit_fast.calibrate`, qkv, attention, proj, fc1 and fc2 take one launch each. proj and fc2 write the
-residual stream x and, for the next norm, its LayerNorm statistics and x8 = x / s in e4m3. `reference.fp8_weight`
-returns the scales `rows` and W8 = W gamma s / rows in e4m3. Then qkv and fc1 compute
+In FP8, proj and fc2 write the residual stream x and, for the next norm, LayerNorm statistics of x and x8 = x / s in
+e4m3, with scales s from `vit_fast.calibrate`. For W and b of qkv or fc1, and gamma and beta of the norm before it,
+`reference.fp8_weight` computes a scale per row, `rows`, and W8 = W gamma s / rows in e4m3. qkv and fc1 then compute
 
     z = rstd (rows (x8 W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(rows W8 / s),  shift = W beta + b
 
@@ -36,9 +36,9 @@ def fold(
 ) -> BlockTensors:  # fmt: skip
     """Folds the norms of a block into the weights of qkv, fc1 and, after an inner norm, fc2.
 
-    The folded weights are not updated when the parameters change, and have no gradients. If rope_head is head_dim D,
-    channels j and j + D/2 of q and k become adjacent; then pass the result of `interleave` to `fused_block`.
-    With `scales`, rounds the weights of layers with a scale to e4m3. The others have `dtype`, like the activations.
+    The folded weights are not updated when the parameters change, and have no gradients. If rope_head is head_dim D
+    instead of 0, channels j and j + D/2 of q and k become adjacent. In this case, pass the result of `interleave` to
+    `fused_block`. The weights of layers with a scale in `scales` are rounded to e4m3, all other weights to `dtype`.
 
     Raises:
         ValueError: a scale or its reciprocal is not positive and finite.
@@ -99,7 +99,7 @@ def _check_fp8(tensors: BlockTensors, scales: BlockScales, dtype: torch.dtype) -
 
 
 def _rounded(linear: NormedLinear, scale: Tensor) -> dict[str, Any]:
-    """Rounds the weight of a linear layer after a norm to e4m3, with rows in the order of `folding.py`."""
+    """Rounds the weight of a linear layer after a norm to e4m3. `kernels/linear/folding.py` defines the row order."""
     weight = linear.weight
     if linear.gate is not None:
         weight = torch.stack((linear.gate, weight), 1).flatten(0, 1)

@@ -42,7 +42,7 @@ def layer_norm_mlp(
         x: Tokens [..., C]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
         norm_weight: gamma [C] of the norm; None means ones.
         norm_bias: beta [C] of the norm; None means zeros. Must be None for an RMSNorm.
-        fc1_weight: Weight [F, C] of the first linear layer; in a gated MLP, of the up projection.
+        fc1_weight: Weight [F, C] of the first linear layer, which is the up projection in a gated MLP.
         fc1_bias: Bias [F] of the first linear layer; None means zeros.
         fc2_weight: Weight [C, F] of the second linear layer.
         fc2_bias: Bias [C] of the second linear layer; None means zeros.
@@ -51,14 +51,14 @@ def layer_norm_mlp(
         layer_scale: Multiplier [C] of the branch, per channel; None means ones.
         residual: True adds x to the branch.
         norm: "layer_norm", or "rms_norm": x / sqrt(mean(x^2) + eps).
-        gate_weight: Weight [F, C] of the gate; None for no gate. Split a weight that contains gate and up projection.
+        gate_weight: Weight [F, C] of the gate; None for no gate. If one weight contains gate and fc1, split it.
         gate_bias: Bias [F] of the gate. With a gate, pass either both gate_bias and fc1_bias or neither.
         inner_norm: Norm of the hidden activations [..., F] (after gating) before fc2, as in EVA-02; None for no norm.
         backend: See `attention`. eager and sdpa are identical here. triton accumulates in fp32 and also supports fp32
             parameters with fp16 or bf16 x.
     Returns:
-        [..., C]; with eager and sdpa, torch's type promotion determines the dtype. triton returns x.dtype; under
-        autocast, fp32 if x is fp32 and either residual is True or layer_scale is fp32, otherwise the autocast dtype.
+        [..., C]. With eager and sdpa, torch's type promotion determines the dtype. triton returns x.dtype, but under
+        autocast, fp32 if x is fp32 and either residual is True or layer_scale is fp32; otherwise the autocast dtype.
     Raises:
         ValueError: shapes do not match, or the activation, norm or backend is unknown.
         UnsupportedInputError: the backend cannot run this input; lists all reasons.

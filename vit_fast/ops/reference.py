@@ -78,7 +78,7 @@ E4M3_MAX = 448.0
 
 
 def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
-    """Rounds x / scale to the nearest e4m3 number, ties to even, in fp64; saturates at 448 and preserves NaN.
+    """Rounds x / scale to the nearest e4m3 number (ties to even), returned as fp64; clamps to +-448 and preserves NaN.
 
     Numbers from 2^e to 2^(e + 1) with e >= -6 have a spacing of 2^(e - 3). Below 2^-6, the spacing is 2^-9.
     Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
@@ -90,12 +90,12 @@ def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantizes a weight [F, K] to e4m3; returns the values as fp64 [F, K], and their scales per row, fp32 [F].
+    """Quantizes a weight [F, K] to e4m3; returns the values as fp64 [F, K], and one scale per row, fp32 [F].
 
     The weight is first multiplied by gamma [K] of the norm before the layer, and by `scale` ([K] or []), which divides
-    the layer's input. Unlike the half-precision fold (`folding.py`), this does not subtract the mean of each row.
+    the layer's input. Unlike the fold in `kernels/linear/folding.py`, this does not subtract the mean of each row.
     Large ViTs multiply very large channels by small weights, and subtracting the mean would enlarge these weights and
-    their rounding errors. A row with a scale below 2^-100 becomes zeros, so that fp32 can represent bias / row scale.
+    their rounding errors. If a row's scale is below 2^-100, the row becomes 0 with scale 1, so bias / scale is finite.
     """
     folded = weight.double() if norm_weight is None else weight.double() * norm_weight.double()
     folded = folded * scale.double()
@@ -109,8 +109,8 @@ def fp8_linear(
 ) -> Tensor:
     """Computes a linear layer, optionally with a norm before it, in x.dtype; rounds input and weight to e4m3.
 
-    `scale` ([K] or []) divides x before rounding; None disables rounding. The norm is applied to the rounded input,
-    with the statistics of x. LayerNorm normalizes a constant token to norm.bias.
+    `scale` ([K] or []) divides x before rounding. If it is None, nothing is rounded. Otherwise, the norm is applied to
+    the rounded input, but with the statistics of x, and LayerNorm normalizes a constant token to norm.bias.
     """
     dtype = x.dtype
     bias = None if bias is None else bias.to(dtype)
@@ -137,7 +137,7 @@ def fp8_block(
     eps: tuple[float, float] = (1e-6, 1e-6), norm: str = "layer_norm", activation: str = "gelu",
     qk_norm: QkNorm | None = None, rope: Rope | None = None, linear: Callable[..., Tensor] = fp8_linear,
 ) -> Tensor:  # fmt: skip
-    """Computes `fused_block` in FP8 with the unquantized parameters `tensors`; fp64 x gives the reference.
+    """Computes `fused_block` in FP8 from the unquantized parameters `tensors`. With fp64 x, this is the reference.
 
     `linear` is called for qkv, proj, fc1, the gate if there is one, and fc2, in this order.
     """

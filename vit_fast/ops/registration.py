@@ -1,8 +1,8 @@
-"""Registers operators with torch, each with a schema, implementation, fake, gradient and FLOP formula.
+"""Registers operators with torch: schema, implementation, fake kernel, FLOP formula and, for a forward, the backward.
 
 `torch.library.custom_op` needs more host time per call. Here, a call reaches the implementation directly unless a mode
 or a tensor subclass intercepts it. The implementation runs through a launch plan (`kernels/plan.py`): later calls with
-the same signature usually replay its launches instead of running it.
+the same signature usually replay the recorded launches.
 
 `text_of` encodes constants as one string. Numbers that torch.compile may make SymInts must be separate arguments.
 """
@@ -28,8 +28,8 @@ from ..errors import UnsupportedInputError
 
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 CACHED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Maps the address of the first tensor of each `Frozen` (cached weights, `blocks/frozen.py`) to that object.
-The key of a `Frozen` without tensors (`Packed`) is its id."""
+"""Maps the address of the first tensor of each `Frozen` (cached weights, `blocks/frozen.py`) to the `Frozen`.
+The key of a `Frozen` without tensors (its subclass `Packed`) is the id of the `Frozen`."""
 _LIBRARY = torch_library.Library("vit_fast", "FRAGMENT")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -52,14 +52,14 @@ def operator(
         schema: Arguments and outputs in torch's notation. It may contain at most one list of tensors as an argument.
         function: The implementation. It must not change its arguments, and no output may share memory with an argument.
         what: Name of the operator in error messages.
-        fake: Returns empty outputs with the shapes, strides and dtypes of the real ones.
-        flop: Returns the number of FLOPs. Called with the arguments, but with shapes in place of tensors.
+        fake: Returns empty outputs with the shapes, strides and dtypes of the real outputs.
+        flop: Returns the number of FLOPs. It receives the arguments, with shapes in place of tensors.
         save: Maps the list of arguments and the outputs to the tensors and the other values that `backward` needs.
-        backward: Maps the gradient of the first output, and both results of `save`, to the gradients of the leading
-            arguments, with lists flattened. Other outputs are not differentiable. None means that differentiation
-            raises an error, as for backward operators.
-        cached: Position of a weight in the flattened arguments. If its address is a key of `CACHED`, every call first
-            updates the cached weights if the parameters changed, also in a compiled graph.
+        backward: Maps the gradient of the first output, and both results of `save`, to a flat sequence of gradients of
+            the leading arguments. Only the first output is differentiable. None is for backward operators:
+            differentiating them raises an error.
+        cached: Position of a weight in the flattened arguments. If its address is a key of `CACHED`, every call checks
+            if the parameters changed, and updates the cached weights if they did, also in a compiled graph.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     registered = getattr(torch.ops.vit_fast, name).default
@@ -147,7 +147,7 @@ _flop_lock = threading.Lock()
 def register_flop_formulas() -> None:
     """Registers the FLOP formulas with torch and with existing FlopCounterModes, which contain copies of torch's table.
 
-    `backends.py` calls this when it finds a supported device, not on import: torch.utils.flop_counter imports triton.
+    `backends.py` calls this for a supported device, not on import, because torch.utils.flop_counter imports triton.
     """
     may_have_counters = "torch.utils.flop_counter" in sys.modules
     from torch.utils import flop_counter
@@ -163,7 +163,7 @@ def register_flop_formulas() -> None:
 
 
 def in_transform() -> bool:
-    """True inside grad, vjp, jvp or vmap of torch.func, or inside forward-mode AD; torch.compile guards on both."""
+    """True inside torch.func transforms (grad, vjp, jvp, vmap) or forward-mode AD; torch.compile guards on both."""
     return forward_ad._current_level >= 0 or _in_torch_func()
 
 

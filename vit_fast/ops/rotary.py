@@ -1,10 +1,10 @@
 """qk-norm and rotary embeddings, between the qkv matmul and attention.
 
-Operators: `vit_fast::qk_norm_rope` and its backward. In a block, `qkv_step` selects what runs norms and rotation:
-- The epilogue of the qkv matmul. For rotation, all heads must share the tables, and the channels of a pair must be
-  adjacent in the folded weight. For norms, `over` must be "head", the dtype half precision (not FP8) and head_dim 64
-  or 128, and no backward may follow.
-- Otherwise a separate kernel, in place if possible.
+Operators: `vit_fast::qk_norm_rope` and its backward. In a block, `qkv_step` selects a kernel for norms and rotation:
+- The epilogue of the qkv matmul runs them if possible. For rotation, all heads must share the tables, and the channels
+  of a pair must be adjacent in the folded weight. For norms, `over` must be "head", the dtype half precision (not FP8)
+  and head_dim 64 or 128, and no backward may follow.
+- Otherwise, a separate kernel runs them, in place unless the backward needs the input of the norms.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class QkSettings(NamedTuple):
 def qk_norm_rope(
     qkv: Tensor, *, qk_norm: QkNorm | None = None, rope: Rope | None = None, backend: str = "auto"
 ) -> Tensor:
-    """Normalizes q and k, then rotates them; v is not changed.
+    """Normalizes q and k, then rotates them; copies v.
 
     Args:
         qkv: Output of the qkv layer [B, N, 3, H, D], or [total, 3, H, D] for packed sequences; fp32, fp16 or bf16
@@ -63,7 +63,7 @@ def qk_norm_rope(
         rope: Rotary embeddings; None means no rotation.
         backend: See `attention`. eager and sdpa are identical here.
     Returns:
-        A new tensor of the same shape and dtype.
+        A new tensor with the shape and dtype of qkv.
     Raises:
         ValueError: shapes do not match, or qk_norm, rope or the backend is invalid.
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
@@ -110,7 +110,7 @@ def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) 
 def _kernel_settings(
     what: str, head_dim: int, tensors: QkTensors, settings: QkSettings, prefix: int, reasons: Sequence[str] = ()
 ) -> QkvSettings:
-    """Converts operator arguments; raises UnsupportedInputError with `reasons` and those found here, if any."""
+    """Converts operator arguments; raises UnsupportedInputError if there are `reasons` or this function finds some."""
     reasons = [*reasons, *([f"head_dim must be even, got {head_dim}"] if head_dim % 2 else [])]
     for name, tensor in zip(QkTensors._fields, tensors[:6]):
         if tensor is not None and tensor.dtype not in DTYPES:
@@ -190,13 +190,13 @@ class QkvStep(NamedTuple):
     """Norms and rotation of q and k in one block."""
 
     settings: QkvSettings | None  # None: neither norms nor rotation
-    head_step: HeadStep | None  # for the epilogue of the qkv matmul; None if a separate kernel runs `settings`
+    head_step: HeadStep | None  # for the epilogue of the qkv matmul; None if it runs neither norms nor rotation
     rope_head: int  # head_dim if the matmul rotates layout "half", else 0; see `kernels/linear/folding.py`
 
     def forward(self, packed: Tensor, saves: bool) -> tuple[Tensor, Tensor | None]:
-        """Applies norms and rotation to qkv [B, N, 3, H, D], unless the matmul did.
+        """Applies norms and rotation to `packed`, which is qkv [B, N, 3, H, D], unless the matmul already did.
 
-        Returns qkv for the attention, and the norms' input if the backward needs it. May overwrite `packed`.
+        Returns qkv for attention, and the input of the norms if the backward needs it, else None. May change `packed`.
         """
         from ..kernels import rotary
 
@@ -208,9 +208,9 @@ class QkvStep(NamedTuple):
         return packed, None
 
     def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor | None:
-        """Converts `grad` in place from the gradient of the attention's input to that of the qkv matmul's output.
+        """Converts `grad`, the gradient of the input of attention, in place to the gradient of the qkv matmul's output.
 
-        The result has the channel order of the unfolded qkv weight. Returns `sums` of `norm_gradients`, or None.
+        `grad` then has the channel order of the unfolded qkv weight. Returns `sums` for `norm_gradients`.
         """
         from ..kernels import rotary
 
@@ -231,8 +231,8 @@ def qkv_step(
 ) -> QkvStep:  # fmt: skip
     """Builds a `QkvStep` for images of `tokens` tokens from the results of `operator_arguments`.
 
-    If `is_folded` and the layout is still "half", pairs are not adjacent in the weight: the matmul does not rotate.
-    norm_dtype is the dtype of the matmul, or None if its epilogue must not normalize: before a backward, and in FP8.
+    If `is_folded` and the layout is "half", the channels of a pair are not adjacent in the folded weight, so the matmul
+    does not rotate. norm_dtype is the matmul's dtype, or None for norms in a separate kernel: in training and FP8.
     """
     from ..kernels.matmul.matmul_launch import HeadStep
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
