@@ -1,20 +1,20 @@
 """LayerNorm folded into the linear layer that follows it.
 
-With gamma and beta of the LayerNorm, W [F, C] and b of the linear layer, and mean and rstd of a row x:
+Let gamma and beta be the parameters of the LayerNorm, W [F, C] and b those of the linear layer, and x a row. Then:
 
-    W'' = W gamma - rowmean(W gamma), rounded to the dtype of the matmul
+    W'' = W diag(gamma) - rowmean(W diag(gamma)), rounded to the dtype of the matmul
     s   = rowsum(W''), 0 except for rounding errors
     c   = W beta + b
-    z   = rstd (x W''^T - mean s) + c          = LayerNorm(x) W^T + b
+    z   = rstd (x W''^T - mean s) + c = LayerNorm(x) W^T + b, with mean and rstd of x
 
 So the matmul reads x itself (fp32 x: see `layer_norm.py`), and the epilogue needs only mean and rstd of each row. s
 corrects the rounding of W'': without s, the relative error in bf16 would be 16 % for rows whose mean is 100 times the
-standard deviation. RMSNorm has no mean: W'' = W gamma, without s.
+standard deviation. RMSNorm subtracts no mean. So for RMSNorm, W'' = W diag(gamma), and z needs no s.
 
 One kernel folds up to two layers, usually qkv and fc1, which follow LayerNorms. The kernel also permutes rows of W:
 
-- Gated layers act(g) u: row 2j of W'' is row j of the weight of g, row 2j + 1 is row j of the weight of u. So each
-  output tile of the matmul contains g and u.
+- In gated layers act(g) u, row 2j of W'' comes from row j of the weight of g, and row 2j + 1 from row j of the weight
+  of u. So each output tile of the matmul contains g and u.
 - If the epilogue rotates pairs of channels j and j + D/2 of the heads of q and k (D is head_dim), the two channels
   become adjacent. q k^T does not depend on the order of channels.
 
@@ -56,9 +56,9 @@ def row_pointers(pointer, gate_ptr, rows, C, F=0, HEAD: tl.constexpr = 0):
 def _fold_rows(layer, program, HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
     (
         F, C,
-        weight_ptr, bias_ptr,  # [F, C]; [F] or None. With a gate, F / 2 in place of F
+        weight_ptr, bias_ptr,  # [F, C]; [F] or None. With a gate, both have F / 2 rows
         gamma_ptr, beta_ptr,  # [C] or None
-        gate_ptr, gate_bias_ptr,  # like weight and bias; None: no gate
+        gate_ptr, gate_bias_ptr,  # like weight and bias; None without a gate
         folded_ptr,  # output: [F, C] W''
         sum_ptr,  # output: fp32 [F] s; None for RMSNorm
         shift_ptr,  # output: fp32 [F] c
@@ -94,7 +94,7 @@ def _fold_rows(layer, program, HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: 
 
 @triton.jit
 def _fold_kernel(
-    layer, second,  # as in `_fold_rows`; all None if there is no second layer
+    layer, second,  # as in `_fold_rows`; if there is no second layer, all elements of `second` are None
     HEAD: tl.constexpr,  # head_dim if q and k of the first layer are permuted; else 0
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +118,7 @@ class NormedLinear:
     bias: Tensor | None
     gamma: Tensor | None  # weight of the LayerNorm [C]; None means ones
     beta: Tensor | None
-    rms: bool = False  # RMSNorm
+    rms: bool = False  # the norm is an RMSNorm
     gate: Tensor | None = None  # weight of g in act(g) u; `weight` is then the weight of u
     gate_bias: Tensor | None = None
     rope_head: int = 0

@@ -1,31 +1,31 @@
 """Backward of linear layers after a LayerNorm or before a residual: the formulas, and the backward of the LayerNorm.
 
 After a LayerNorm, z = n W''^T + c = LayerNorm(x) W^T + b, where n = (x - mean) rstd (W'' and c: `folding.py`). Let dz
-be the gradient of z, g = dz W'' the gradient of n, and U = dz^T n. Indices: m (tokens), j (C columns of x), f (of z):
+be the gradient of z, g = dz W'' the gradient of n, and U = dz^T n. m indexes tokens, j columns of x, f columns of z:
 
-    dx     = rstd (g - mean_j(g) - n mean_j(g n)), for RMSNorm without mean_j(g)
-    dW     = U gamma + (sum_m dz) beta^T
+    dx     = rstd (g - mean_j(g) - n mean_j(g n)); for RMSNorm, mean_j(g) is omitted
+    dW     = U diag(gamma) + (sum_m dz) beta^T
     dgamma = sum_f U W
     dbeta  = sum_f (sum_m dz) W
     db     = sum_m dz
 
 For a LayerNorm, mean_j(g) is 0 except for rounding errors, because the rows of W'' sum to 0. C * mean_j(g n) equals
 sum_f(dz (z - c)). There are two ways to compute dx:
-- dz is an input (qkv): `_layer_norm_grad_kernel` computes dx from dz W and x. g = (dz W) gamma gives the same dx as
-  dz W'': a LayerNorm subtracts mean_j(g). The kernel also writes n, unless x was normalized beforehand.
-- dz is computed by a matmul (fc1, before an activation): the epilogue sums dz (z - c) and stores dz~ = rstd dz. Then
-  U = dz~^T x - sum_m(dz~ * mean): the sum, a vector [F], is subtracted from every column.
+- If dz is an input (qkv), `_layer_norm_grad_kernel` computes dx from dz W and x. Its g = (dz W) gamma differs from
+  dz W'' by a constant per row, which cancels in dx. The kernel also writes n, unless x was already normalized.
+- If a matmul computes dz (fc1, before an activation), its epilogue sums dz (z - c) and stores dz~ = rstd dz. Another
+  matmul computes dx. U = dz~^T x - sum_m(dz~ * mean), where the sum, a vector [F], is subtracted from every column.
 
-Before a residual r, with LayerScale ls, y = r + ls (h W^T + b). Let dy be the gradient of y, and V = dy^T h:
+Before a residual, y = r + ls (h W^T + b), with LayerScale ls. Let dy be the gradient of y, V = dy^T h, f columns of h:
 
-    dW  = ls V
+    dW  = diag(ls) V
     dls = sum_f V W + b sum_m dy
     db  = ls sum_m dy
 
 So the branch h W^T + b is neither saved nor recomputed.
 
-The sums over m need no extra launch: matmul epilogues or extra programs of other kernels write partial sums. The next
-kernel adds the partial sums in order. The gradients of the parameters are in `weight_gradients.py`.
+The sums over m need no extra launch: matmul epilogues or extra programs of other kernels write partial sums. A later
+kernel adds the partial sums in order. `weight_gradients.py` computes the gradients of the parameters.
 
 Source: differentiation of the formulas above.
 """
@@ -41,7 +41,7 @@ from ..launch import Launch, ceil_div
 from ..layer_norm import NormInput, chunk, load_chunk, load_columns, store_chunk
 from ..matmul.matmul_tiles import READ_AT_ONCE, tile_mask, tile_offsets
 
-SUM_ROWS = 256  # rows per partial sum
+SUM_ROWS = 256  # rows per partial sum; in shapes, M / SUM_ROWS is rounded up
 _SUM_ROWS = tl.constexpr(SUM_ROWS)
 _SUM_COLS = tl.constexpr(128)
 _AT_ONCE = tl.constexpr(64)  # parts that are loaded at once
@@ -49,9 +49,9 @@ _AT_ONCE = tl.constexpr(64)  # parts that are loaded at once
 
 @triton.jit
 def sum_rows(tile):
-    """Returns the column sums of a tile [rows, 32 or 128] with four warps, without the bank conflicts of tl.sum.
+    """Returns the column sums of a tile [rows, 32 or 128], for four warps. tl.sum would cause bank conflicts.
 
-    Each thread sums its own rows of four columns. Only these sums pass through shared memory.
+    Each thread first sums its own rows of four columns. Only these sums pass through shared memory.
     """
     COLS: tl.constexpr = tile.shape[1]
     HALVINGS: tl.constexpr = 2 if COLS == 128 else 4
@@ -72,7 +72,7 @@ def column_sum_programs(M, N):
 
 @triton.jit
 def store_column_sums(source_ptr, part_ptr, program, M, N):
-    """Stores one tile of the partial sums of [M, N] over rows, fp32 [M / SUM_ROWS, N]."""
+    """Stores one tile of `part`, fp32 [M / SUM_ROWS, N], the partial sums of `source` [M, N] over rows."""
     tiles = tl.cdiv(N, _SUM_COLS)
     part = program // tiles
     col = program % tiles * _SUM_COLS
@@ -98,9 +98,9 @@ def column_sum_tiles(source: Tensor) -> int:
 
 @triton.jit
 def add_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
-    """Returns a tile whose column sums are the sum of `parts` fp32 vectors, `stride` elements apart.
+    """Returns a tile. Its column sums are COLS columns, from `col` on, of the sum of `parts` fp32 vectors [N].
 
-    The caller reduces the tile. So each thread adds up its own values before threads exchange sums.
+    They are `stride` elements apart. The caller reduces the tile, so that each thread first adds up its own values.
     """
     cols = col + tl.arange(0, COLS)
     total = tl.zeros((_AT_ONCE, COLS), tl.float32)
@@ -120,7 +120,7 @@ def _layer_norm_grad_kernel(
     mean_ptr,  # fp32 [M], or None if x was normalized before the matmul
     rstd_ptr,  # fp32 [M]; negative for a constant row, unless mean_ptr is None
     residual_ptr,  # [M, C] or None
-    out_ptr,  # output: [M, C] [residual +] dx
+    out_ptr,  # output: dx, plus the residual if there is one, [M, C]
     normalized_ptr,  # output: [M, C] n; None if mean_ptr is None
     summed_ptr,  # [M, F] dz
     sum_part_ptr,  # output: fp32 [M / SUM_ROWS, F], partial sums of dz over M
@@ -161,7 +161,7 @@ def _layer_norm_grad_kernel(
             normalized = (load_chunk(source_ptr, start, cols, mask) - shift[:, None]) * scale[:, None]
             if mean_ptr is not None:
                 store_chunk(normalized_ptr, normalized, start, cols, mask)
-            # tl.fma with 0 rounds the product; `*` would be fused with the addition below
+            # tl.fma with 0 rounds the product; `*` would be fused with the addition below, without rounding
             dx = tl.fma(tl.abs(rstd)[:, None], grad - total[:, None] - normalized * along[:, None], 0.0)
             dx = dx.to(out_ptr.dtype.element_ty)
             if residual_ptr is not None:  # add rounded values, as autograd adds the gradients of two branches

@@ -9,7 +9,7 @@ LayerScale ls. Let dy be the gradient of y, and g = (ls dy) W'' the gradient of 
     dh    = rstd (g - h^ * along)
     along = sum_F(g h^) / F = sum_C(ls dy (y' - c)) / F
 
-For a LayerNorm, the mean of g over F is 0 except for rounding errors. `along` is computed without g: the forward saves
+dh omits the mean of g over F (LayerNorm: 0 except for rounding errors). `along` needs no g: the forward saves
 y' - c [M, C], and `_along_kernel` reads y' - c and dy, which are narrower than h. This kernel also sums dy over M for
 the gradients of beta and bias. The "activation_grad" or "gated_grad" matmul computes g and dh, and stores h^ instead of
 h. With dz = ls dy and n = h^, the formulas of `gradients.py` give the gradients of W, gamma, beta and bias.
@@ -38,8 +38,8 @@ def hidden_linear_residual(
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Returns [residual +] scale (norm(h) W^T + b) [M, C] in `dtype`, and two tensors for the backward.
 
-    The first is y' - c [M, C] in `dtype`, or None without `training`. The second, fp32 [2, M], contains mean and rstd
-    of h, if `training`. In half precision, a negative rstd marks a constant row (`layer_norm.py`).
+    The first is y' - c [M, C] in `dtype`, or None without `training`. The second, fp32 [2, M], is mean and rstd of h,
+    valid only with `training`. In half precision, a negative rstd marks a constant row (`layer_norm.py`).
 
     Args:
         part: LayerNorm statistics of h [M, F]; None for fp32 h, which an extra kernel normalizes.

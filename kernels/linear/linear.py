@@ -34,10 +34,10 @@ def layer_norm_linear(
 ) -> tuple[Tensor, Tensor, NormInput]:  # fmt: skip
     """Returns act(LayerNorm(x) W^T + b) [M, F], or act(g) u [M, F / 2] if gated (see `folding.py`).
 
-    Also returns the input z of the activation and x for the backward, which are valid only if `saves`.
+    Also returns two inputs of the backward, valid only if `saves`: z before the activation, and x with its statistics.
 
     Args:
-        head_step: Norms and rotary embeddings of q and k.
+        head_step: Norms and rotary embeddings that the epilogue applies to q and k.
         out_part: Output: LayerNorm statistics of the result (`row_parts.py`).
         dtype: Dtype of the result; None means the dtype of `x.source`.
         out_scale: Reciprocal scale of a result in e4m3, fp32 [1].
@@ -69,7 +69,7 @@ def linear_residual(
 
     Args:
         residual: [M, C], fp32 or half precision; the result has the dtype of the residual.
-        statistics: Return statistics; only for half-precision results.
+        statistics: Also return LayerNorm statistics; only for half-precision results.
         dtype: Dtype of the result if there is no residual; None means the dtype of h.
         out8: Output: the result in e4m3 [M, C].
         out_scale: Reciprocal scales of out8, fp32 [C].
@@ -101,15 +101,16 @@ def activation_gradient(
     grad: Tensor, scaled: ScaledWeight, z: Tensor, x: NormInput, folded: FoldedLinear, activation: str,
     gated: bool = False, hidden: Tensor | None = None, along: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns dz~, two sums of the gradient dz of fc1's output z, and the recomputed h = act(z), or act(g) u if gated.
+    """Returns dz~, row_part, column_part and h, where z is fc1's output and h = act(z), or act(g) u if gated.
 
-    dz~ is rstd dz in the shape and dtype of z. It is dz itself for constant rows of x, and if `x.source` is already
-    normalized (fp32 x). Both sums are partial sums in fp32. The first, [M, parts], sums dz (z - c) over the columns of
-    z (c: `folding.py`). The second, [sums, 2, columns of z], sums dz, and dz~ times the mean of its row of x, over M.
+    dz~ is rstd dz in the shape and dtype of z, but dz itself for constant rows of x, and if `x.source` is already
+    normalized (fp32 x). row_part, fp32 [M, parts], contains partial sums of dz (z - c) over the columns of z (c:
+    `folding.py`). column_part, fp32 [parts of M, 2, columns of z], contains partial sums over M: of dz at index 0, of
+    dz~ * mean at index 1, where mean is the mean of the row of x.
 
     `grad` is dy [M, C], the gradient of the MLP's output after LayerScale. `scaled` is diag(LayerScale) W2 [C, F]. If a
-    norm follows h, pass `hidden` (mean and rstd of h, fp32 [2, M]) and `along` (fp32 [M], see `hidden_norm.py`). The
-    last result is then h^, the normalized h.
+    norm follows h, W2 is the W'' of fc2. Also pass `hidden` (mean and rstd of h, fp32 [2, M]) and `along` (fp32 [M],
+    see `hidden_norm.py`). The last result is then h^, the normalized h.
     """
     (M, width), F = z.shape, scaled.weight.shape[1]
     out, h = torch.empty_like(z), z.new_empty((M, F))
@@ -131,9 +132,8 @@ def input_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Returns [residual +] dx [M, C] twice: in the dtype of x, and if `rounded`, in the dtype of the matmuls.
 
-    If not `rounded`, or if the dtypes are equal, both results are the same tensor.
-
-    `scaled` and `row_part` are the first two results of `activation_gradient`.
+    If not `rounded`, or if the dtypes are equal, both results are the same tensor. `scaled` (dz~) and `row_part` are
+    the first two results of `activation_gradient`.
     """
     out = torch.empty_like(x.source, dtype=x.input_dtype)
     narrow = torch.empty_like(x.source) if rounded and out.dtype != x.source.dtype else None
@@ -146,7 +146,7 @@ def input_gradient(
 
 
 def matmul_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
-    """Returns dh = dy diag(LayerScale) W [M, F] of a linear layer that does not follow an activation."""
+    """Returns dh = dy diag(LayerScale) W [M, F], the gradient of the input h of qkv or proj; `grad` is dy."""
     out = torch.empty(grad.shape[0], scaled.weight.shape[1], dtype=grad.dtype, device=grad.device)
     run_matmul(Operands(grad, scaled.weight, out, scale=scaled.factor), "residual")
     return out

@@ -2,9 +2,9 @@
 
     W~ = diag(ls) W / f, rounded to the dtype
 
-f is 1 except in fp16. In fp16, a LayerScale of 1e-5 (CaiT, DINOv2) would make W~ underflow, which loss scaling does not
-prevent. So f is the largest |ls|, rounded down to a power of two, and the epilogue of the matmul multiplies by f. One
-kernel converts up to three weights. Weights that need no conversion are used without a copy.
+f is 1 except in fp16 with LayerScale. With f = 1, an ls of 1e-5 (CaiT, DINOv2) would make W~ underflow, which loss
+scaling does not prevent. So f is the largest |ls|, rounded down to a power of two. The matmul's epilogue multiplies by
+f. One kernel converts up to three weights. Weights that need no conversion are used without a copy.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _scale_rows(layer, program, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def _scaled_weights_kernel(
-    first, second, third,  # as in `_scale_rows`; absent weights have the sizes 0
+    first, second, third,  # each like `layer` in `_scale_rows`; if absent, its sizes are 0
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)

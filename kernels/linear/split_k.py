@@ -2,9 +2,9 @@
 
     out = [residual +] [scale] (sum over parts + bias), with LayerNorm statistics if a LayerNorm follows
 
-With small batches, a matmul has too few tiles to fill a GPU. So several programs compute each tile, over parts of K.
-The parts are added in order, so results are deterministic. Each program sums the parts for ROWS rows and one piece of
-64 columns (`row_parts.py`).
+With small batches, a matmul has too few tiles to fill a GPU. So several programs compute each tile, each over a part of
+K. The kernel of this file adds the parts in order, so results are deterministic. Each of its programs adds the parts of
+ROWS rows and one piece of 64 columns (`row_parts.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..ptx import divided_columns, wait_for_previous
 from ..row_parts import PIECE, row_parts
 
 _ROWS = 16  # rows per program; few, because M is small
-_REGISTERS = 40  # per thread; 32 would spill on blackwell, and the grid is too small for full occupancy
+_REGISTERS = 40  # per thread. 32 would spill on blackwell, and more occupancy is not needed, because the grid is small
 _PIECE = tl.constexpr(PIECE)
 
 
@@ -62,7 +62,7 @@ def _finish_residual_kernel(
 
 
 def finish_residual_launch(part: Tensor, o: Operands, dependent: bool = False) -> Launch:
-    """Returns the launch for the parts of a "residual" matmul with the operands `o`."""
+    """Returns the launch that computes `o.out` of a "residual" matmul from its parts."""
     splits, M, C = part.shape
     args = {
         "part_ptr": part, "bias_ptr": o.bias, "scale_ptr": o.scale, "residual_ptr": o.residual, "out_ptr": o.out,

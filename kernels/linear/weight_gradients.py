@@ -2,7 +2,7 @@
 
 The kernels handle up to two linear layers after LayerNorms ("folded") and up to two before residuals. Formulas and
 symbols: `gradients.py`. The first kernel computes gradients of all weights, and of biases of layers after LayerNorms.
-The second computes those of gamma, beta, the other biases and LayerScales, from partial sums of the first kernel.
+It also stores partial sums, from which the second computes the gradients of gamma, beta, LayerScale and other biases.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .gradients import (
 
 ROWS, COLS = 32, 128  # tile of a weight
 _VECTOR_COLS = 32  # columns per program of the second kernel
-_REGISTERS = 64  # per thread of the second kernel; 32 would spill, and the grid is too small for full occupancy
+_REGISTERS = 64  # per thread of the second kernel. 32 would spill, and the small grid needs no more occupancy
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _folded_tile(layer, program, splits, sums, ROWS: tl.constexpr, COLS: tl.cons
         F, C,
         part_ptr,  # fp32 [splits, F, C], partial sums of dz~^T x or of dz^T n
         sum_ptr,  # fp32 [sums, F], partial sums of dz over M
-        shift_ptr,  # fp32 [sums, F], partial sums of dz~ * mean over M, interleaved with sum_ptr; or None
+        shift_ptr,  # like sum_ptr, partial sums of dz~ * mean; both are then slices of [sums, 2, F]; or None
         weight_ptr, gate_ptr,  # [F, C] and None; with a gate, [F / 2, C] each
         gamma_ptr, beta_ptr,  # [C] or None
         out_ptr, gate_out_ptr,  # output: dW, like the weights
@@ -87,7 +87,7 @@ def _folded_tile(layer, program, splits, sums, ROWS: tl.constexpr, COLS: tl.cons
 
 @triton.jit
 def _residual_tile(layer, program, splits, M, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Computes a tile of dW and partial sums of dls of a layer before a residual, or a tile of partial sums of dy."""
+    """For a layer before a residual, computes a tile of dW and partial sums of dls, or a tile of partial sums of dy."""
     (
         C, F,
         part_ptr,  # fp32 [splits, C, F], partial sums of V = dy^T h
@@ -211,7 +211,7 @@ def _vector_grad_kernel(
 
 @dataclass(frozen=True)
 class FoldedMatmul:
-    """Inputs of the gradients of a linear layer after a LayerNorm."""
+    """Inputs for the gradients of a linear layer after a LayerNorm."""
 
     part: Tensor  # partial sums of dz~^T x or of dz^T n, fp32 [splits, F, C]
     column_part: Tensor  # partial sums over M of dz and dz~ * mean, fp32 [sums, 2, F]; or only of dz, [sums, F]
@@ -220,10 +220,10 @@ class FoldedMatmul:
 
 @dataclass(frozen=True)
 class ResidualMatmul:
-    """Inputs of the gradients of a linear layer before a residual: partial sums of V = dy^T h, dy, and parameters."""
+    """Inputs for the gradients of a linear layer before a residual."""
 
-    part: Tensor  # fp32 [splits, C, F]
-    grad: Tensor  # [M, C], contiguous like the parameters
+    part: Tensor  # partial sums of V = dy^T h, fp32 [splits, C, F]
+    grad: Tensor  # dy [M, C], contiguous like the parameters
     weight: Tensor
     bias: Tensor | None
     scale: Tensor | None
@@ -268,8 +268,8 @@ def parameter_gradients(
 ) -> tuple[list[Any], list[Any]]:
     """Returns the gradients of up to two linear layers after LayerNorms and two before residuals.
 
-    Each result has the attributes weight, bias, and either gamma, beta, gate and gate_bias, or scale; None if absent.
-    All layers must have the same M and number of splits.
+    Each result has the attributes weight and bias; after a LayerNorm also gamma, beta, gate and gate_bias; before a
+    residual also scale. Absent ones are None. All layers must have the same M and number of splits.
     """
     layers, branches = [*map(_folded_layer, folded)], [*map(_residual_layer, residual)]
     (_, layer, norm), (_, layer2, norm2) = [*layers, _NO_FOLDED, _NO_FOLDED][:2]
@@ -286,7 +286,7 @@ def parameter_gradients(
     }  # fmt: skip
     programs += sum(map(column_sum_tiles, summed))
     Launch(_weight_grad_kernel, (programs,), args, {"ROWS": ROWS, "COLS": COLS}, device=device).run()
-    programs = sum(ceil_div(each[0], _VECTOR_COLS) for each in (norm, vectors, norm2, vectors2))  # 0 without vectors
+    programs = sum(ceil_div(each[0], _VECTOR_COLS) for each in (norm, vectors, norm2, vectors2))  # 0: no launch
     args = {"norm": norm, "branch": vectors, "norm2": norm2, "branch2": vectors2, "sums": ceil_div(M, SUM_ROWS)}
     constants = {"WEIGHT_ROWS": ROWS, "WEIGHT_COLS": COLS, "COLS": _VECTOR_COLS}
     Launch(_vector_grad_kernel, (programs,), args, constants, maxnreg=_REGISTERS, device=device).run()

@@ -60,7 +60,7 @@ def _weight_matmuls_kernel(
     b,  # [M, Q]
     out,  # output: fp32 [splits, P, Q]
     P, Q,
-    a2, b2, out2, P2, Q2,  # the same for further matmuls, or None
+    a2, b2, out2, P2, Q2,  # further matmuls; if absent, None and sizes 0
     a3, b3, out3, P3, Q3,
     a4, b4, out4, P4, Q4,
     M, splits,

@@ -1,4 +1,4 @@
-"""Forward epilogues of `matmul.py`, with acc = A B, and mean and rstd of each row of A:
+"""Forward epilogues of `matmul.py`. acc is A B; mean and rstd are the LayerNorm statistics of a row of A:
 
     z = rstd (acc scale - mean weight_sum) + bias
     "layer_norm":        out = act(z)
@@ -6,9 +6,9 @@
     "gated":             out = act(g) u, half as wide; columns 2j and 2j + 1 of z are g and u (`folding.py`)
     "residual":          out = [residual +] [scale] (acc + bias)
 
-If a norm of A's rows is folded into B, "residual" uses rstd (acc - mean weight_sum) in place of acc. `scale` contains
-the scales of e4m3 weights. In "residual", it is multiplied by LayerScale, and `bias` is divided by the scales of e4m3
-weights, because `scale` multiplies acc + bias.
+If a norm of A's rows is folded into B, "residual" uses rstd (acc - mean weight_sum) in place of acc. In z, `scale`
+contains the scales of e4m3 weights. In "residual", `scale` is LayerScale. With e4m3 weights, it is LayerScale times
+their scales, and the caller has divided `bias` by these scales, because `scale` multiplies acc + bias.
 
 Norms of q and k read unrounded fp32 values. The two channels of a rotary pair are adjacent columns (`folding.py`).
 
@@ -32,7 +32,7 @@ def row_factors(
     row_part_ptr, mean_ptr, rstd_ptr, row, M, K, eps, first_column,
     ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (r, -r * mean), r = max(rstd, 0); (1, 0) without statistics. Optionally stores mean and rstd."""
+    """Returns (r, -r * mean) with r = max(rstd, 0), or (1, 0) without statistics. Stores mean and rstd if requested."""
     scale = tl.full((ROWS,), 1.0, tl.float32)
     shift = tl.zeros((ROWS,), tl.float32)
     if row_part_ptr is not None:
@@ -75,7 +75,7 @@ def _normed_columns(value, heads, which, ROWS: tl.constexpr, HEADS: tl.constexpr
 
 @triton.jit
 def _rotated_columns(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
-    """Rotates pairs of adjacent columns of q and k by the angles of the token."""
+    """Rotates pairs of adjacent columns of q and k by the angles of each token."""
     _, _, _, tables, tokens, prefix, image_rows = heads
     row, col, M, N = where
     HEAD: tl.constexpr = HEADS[0]

@@ -2,18 +2,18 @@
 
     "activation_grad": h = act(z),  dz = acc act'(z),  out = rstd dz
     "gated_grad":      h = act(g) u with g and u as in "gated"; acc is dh [M, N], and z, dz and out are [M, 2 N]
-    "layer_norm_grad": out = [residual +] acc - (x - mean) * coefficient, stored in h too if h is given
+    "layer_norm_grad": out = [residual +] acc - (x - mean) * coefficient; h, if given: out in the dtype of A
                        coefficient = rstd^2 / N * sum(dz (z - bias))
 
-The first two also store partial sums: of dz (z - bias) per row, and of dz and of out * mean per column. Exceptions:
+The first two also store partial sums: dz (z - bias) per row, dz per column, and out * mean per column. Exceptions:
 
-- If a norm of h follows (`hidden_norm.py`), acc is the gradient of the normalized h^. With along = mean(acc h^) per
-  row, the gradient of h is then |rstd of h| (acc - h^ * along). h^ is stored in place of h.
+- If a norm of h follows (`hidden_norm.py`), acc is the gradient of the normalized h^, and along the mean of acc h^ over
+  a row. |rstd of h| (acc - h^ * along), the gradient of h, replaces acc in the formulas above; h^ is stored, not h.
 - If a row is constant (rstd < 0, see `layer_norm.py`), "activation_grad" and "gated_grad" use 1 in place of rstd, and
-  "layer_norm_grad" multiplies acc by |rstd|. The weight gradient out^T (x - mean) is a difference of large numbers.
-  With rstd, about 1 / sqrt(eps), these numbers would be larger, a thousand times if eps is 1e-6.
-- If x was normalized before the matmul, there is no mean. rstd is 1 in "activation_grad" and "gated_grad", and
-  "layer_norm_grad" computes out = [residual +] rstd * acc - x * coefficient; coefficient contains rstd, not rstd^2.
+  "layer_norm_grad" multiplies acc by |rstd|. The reason is the weight gradient, a difference of the large numbers
+  out^T x and sum(out * mean): rstd, about 1 / sqrt(eps), would multiply their rounding errors, by 1000 if eps is 1e-6.
+- If x is the normalized input n, there is no mean. "activation_grad" and "gated_grad" then use 1 in place of rstd.
+  "layer_norm_grad" computes out = [residual +] rstd * acc - n * coefficient; coefficient has rstd in place of rstd^2.
 
 `where` and SHAPE are as in `forward_epilogues.py`.
 """
@@ -55,7 +55,7 @@ def layer_norm_row_factors(mean_ptr, rstd_ptr, row_part_ptr, row, M, N, ROWS: tl
 
 @triton.jit
 def _through_norm(acc, hidden, statistics_ptr, along_ptr, where, SHAPE: tl.constexpr):
-    """Returns the gradient of h, given acc, the gradient of the normalized h^; also returns h^."""
+    """Returns the gradient of h, and the normalized h^, from h (`hidden`) and the gradient of h^ (`acc`)."""
     row, col, M, N = where
     ROWS: tl.constexpr = SHAPE[0]
     mean = load_rows(statistics_ptr, row, M, ROWS)
@@ -87,7 +87,7 @@ def activation_grad_epilogue(
         acc *= tl.load(scale_ptr)
     anchor = tl.join(acc, acc).reshape(ROWS, COLS_Z) if GATED else acc
     pre = load_tile(z, row, wide, M, WIDER * N, ROWS, COLS_Z, TMA and EARLY == 0)
-    # otherwise, the compiler would compute the activation in the layouts of both acc and h
+    # otherwise, the compiler would compute the activation twice, in the layouts of acc and of h
     pre = in_layout_of(pre.to(tl.float32), anchor)
     if GATED:
         gate, up = tl.split(pre.reshape(ROWS, COLS, 2))
@@ -130,7 +130,7 @@ def layer_norm_grad_epilogue(acc, out, h, x, residual, factors, where, SHAPE: tl
     COLS: tl.constexpr = SHAPE[1]
     TMA: tl.constexpr = SHAPE[2]
     value = load_tile(x, row, col, M, N, ROWS, COLS, TMA and EARLY == 0)
-    if residual is not None and TMA and EARLY > 0:  # by pointers, both loads are in flight at once
+    if residual is not None and TMA and EARLY > 0:  # x and residual are pointers: load both at once
         addend = load_tile(residual, row, col, M, N, ROWS, COLS, False)
     acc = acc * scale[:, None] - (value.to(tl.float32) - mean[:, None]) * coefficient[:, None]
     if residual is not None:

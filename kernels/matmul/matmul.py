@@ -4,7 +4,7 @@ The kernel is persistent: a program loops over output tiles, and accumulates eac
 through TMA descriptors, or by pointers if the GPU (`device.reads_descriptors`) or the layout does not allow TMA. B may
 be [N, K], like torch.nn.Linear's weight. `matmul_launch.py` launches the kernel; `matmul_policy.py` chooses tile sizes.
 
-`forward_epilogues.py` and `gradient_epilogues.py` contain the formulas of the epilogues. One more is "partial", for
+`forward_epilogues.py` and `gradient_epilogues.py` contain the formulas of most epilogues. The epilogue "partial" is for
 split-K: out[split] = A B over one of `splits` parts of K, in fp32. `split_k.py` sums the parts.
 
 Operands in e4m3 (`ptx.py`) have scales. Tensor cores of sm_90 accumulate e4m3 products in about 14 bits: each MMA over
@@ -37,7 +37,7 @@ from .matmul_tiles import accumulate, cut, load_sub_tiles, store_tile, tile_posi
 
 @triton.jit
 def _unit(unit, tiles_m, tiles_n, K, splits, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr):
-    """Returns (tile row, tile column, begin and end along K) of a unit: a tile or, if SPLIT, a part of K of a tile."""
+    """Returns (tile row, tile column, begin and end along K) of a unit: a tile, or if SPLIT, one K part of a tile."""
     tiles = tiles_m * tiles_n
     tile_m, tile_n = tile_position(unit % tiles if SPLIT else unit, tiles_m, tiles_n)
     if SPLIT:
@@ -58,25 +58,25 @@ def _matmul_kernel(
     b,  # [K, N], or [N, K] if B_IS_NK
     out,  # [M, N]; "gated": [M, N / 2]; "gated_grad": [M, 2 N], like z; "partial": fp32 [splits, M, N]
     # below, "layer_norm" stands also for "gated", "rotary" and "qk_norm", and "activation_grad" also for "gated_grad"
-    z,  # [M, N] or None. Pre-activation: "layer_norm" stores it, "activation_grad" reads it. "residual" stores acc
+    z,  # [M, N] or None. "layer_norm" stores the pre-activation, "activation_grad" reads it; "residual" stores acc
     h,  # [M, N] or None: "activation_grad" stores h (or h^), "layer_norm_grad" stores out in the dtype of a
-    x,  # [M, N], "layer_norm_grad": input of the LayerNorm; if it was fp32, the normalized input (layer_norm.py)
+    x,  # [M, N] or None. "layer_norm_grad" reads the LayerNorm's input, normalized if it was fp32 (layer_norm.py)
     residual,  # [M, N] or None
     mean_ptr,  # fp32 [M] or None. Forward epilogues store it, gradient epilogues read it (None if x is normalized)
     rstd_ptr,  # fp32 [M] or None, like mean_ptr; negative for a constant row (layer_norm.py)
     bias_ptr,  # [N] or None; "gated_grad": [2 N]
-    weight_sum_ptr,  # fp32 [N]; None without a folded norm and for RMSNorm
-    scale_ptr,  # None or a factor: of acc, fp32 [N], for "layer_norm"; of acc, the first element of an fp32 vector, for
-    # "activation_grad"; of acc + bias, [N], for "residual"
+    weight_sum_ptr,  # fp32 [N], s in folding.py. None without a folded norm, for RMSNorm, and in gradient epilogues
+    scale_ptr,  # None, or factors. "layer_norm": of acc, fp32 [N]; "residual": of acc + bias, [N]; "activation_grad":
+    # of acc, an fp32 vector whose first element is used
     out8,  # [M, N] e4m3 or None: "residual" stores out * out_scale (a reciprocal scale, ptx.py)
-    out_scale_ptr,  # or None. fp32 [N] for out8; fp32 [1] if "layer_norm" stores `out` in e4m3
-    row_part_ptr,  # fp32 or None. Forward epilogues: LayerNorm statistics of A. Gradients: partial sums of rows,
+    out_scale_ptr,  # fp32 [N] for out8; fp32 [1] if "layer_norm" stores `out` in e4m3; else None
+    row_part_ptr,  # fp32 or None. Forward: LayerNorm statistics of A, [M, 2, PARTS]. Gradients: partial sums of rows,
     # [M, PARTS], which "activation_grad" stores and "layer_norm_grad" reads
-    out_part_ptr,  # fp32 or None: "residual" and "gated" store LayerNorm statistics of out
+    out_part_ptr,  # fp32 [M, 2, OUT_PARTS] or None: "residual" and "gated" store LayerNorm statistics of out
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, columns of z]: "activation_grad" stores partial sums of columns
     hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of h if a norm of h follows; else None
     along_ptr,  # fp32 [M], mean over N of h^ * (gradient of h^); None: no norm of h
-    norm_weights, norm_biases,  # "qk_norm": of q and k, two vectors [HEAD]; (None, None): ones, zeros
+    norm_weights, norm_biases,  # "qk_norm": two vectors [HEAD] each, for q and k; (None, None): ones or zeros
     tables,  # "rotary", "qk_norm": cos and sin [images or 1, tokens - prefix, HEAD / 2]; (None, None): no rotation
     b_ptr,  # B as a pointer if DEPENDENT, else None
     M, N, K, eps, splits, qk_eps,
@@ -88,8 +88,8 @@ def _matmul_kernel(
     # "residual": number of sub-tiles of the residual that are loaded ahead. Gradients: if not 0, x, z and residual are
     # pointers even with TMA
     EARLY: tl.constexpr,
-    PARTS: tl.constexpr,  # length of a row of row_part_ptr
-    OUT_PARTS: tl.constexpr,  # pieces of LayerNorm statistics per row of out_part_ptr
+    PARTS: tl.constexpr,  # last dimension of row_part_ptr
+    OUT_PARTS: tl.constexpr,  # pieces of a row of out, of which out_part_ptr has LayerNorm statistics
     TIMES: tl.constexpr,  # sub-tiles per piece of LayerNorm statistics (row_parts.py)
     WHOLE: tl.constexpr,  # all pieces of LayerNorm statistics have full width
     HEAD: tl.constexpr,  # "rotary", "qk_norm": channels of a head; in "qk_norm" also columns of a sub-tile
@@ -99,8 +99,8 @@ def _matmul_kernel(
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
     DEPENDENT: tl.constexpr,  # starts early and prefetches B (ptx.py)
 ):  # fmt: skip
-    # Triton must not specialize on sizes: with a constant K = 1, it would remove the loop over K and pipeline the loop
-    # over tiles, with too much shared memory. The next two lines state the alignment that vector loads need.
+    # Triton must not specialize on sizes: it would turn K = 1 into a constant, remove the loop over K, and pipeline the
+    # loop over tiles, with too much shared memory. The next two lines state the alignment that vector loads need.
     N = N // ALIGN * ALIGN
     K = K // ALIGN * ALIGN
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -181,6 +181,6 @@ def _matmul_kernel(
                         merged = merge_next(merged, found, first, width, i % TIMES * WIDTH, WIDTH)
                     if i % TIMES == TIMES - 1:
                         store_statistics(out_part_ptr, merged[0], merged[1], row, first, M, width, BLOCK_M, OUT_PARTS)
-                if out8 is not None:  # after the statistics, because this needs fewer registers
+                if out8 is not None:  # after the statistics, because this order needs fewer registers
                     narrow = divided_columns(value, out_scale_ptr, col + i * COLS, N, COLS)
                     store_tile(out8, narrow, row, col + i * COLS, M, N, BLOCK_M, COLS, TMA)

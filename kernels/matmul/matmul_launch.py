@@ -37,13 +37,13 @@ class MatmulConfig:
     """Configuration of a matmul launch.
 
     With `flatten`, the loops over tiles and over K are pipelined as one loop: the loads of the next tile overlap the
-    epilogue of the current tile. "partial" and `weight_matmuls.py` ignore `flatten`, because they only store the sums.
+    epilogue of the current tile. "partial" and `weight_matmuls.py` ignore `flatten`: their epilogue only stores sums.
     """
 
     block_m: int
     block_n: int
     block_k: int
-    sub_tiles: int = 1  # pieces along N that the epilogue processes one after another: 1, 2 or 4
+    sub_tiles: int = 1  # parts of a tile along N that the epilogue processes one after another: 1, 2 or 4
     num_warps: int = 4
     num_stages: int = 3
     tma: bool = False
@@ -64,7 +64,7 @@ class MatmulConfig:
 class HeadStep:
     """Norms and rotary embeddings of q and k in the epilogue of a qkv matmul."""
 
-    settings: QkvSettings  # norms over each head; tables [B or 1, 1, T, D / 2] that pass `rotary.can_be_read`
+    settings: QkvSettings  # norms per head; tables [B or 1, 1, tokens - prefix, D / 2] that pass `rotary.can_be_read`
     tokens: int  # per image
     head_dim: int
 
@@ -89,8 +89,8 @@ _NO_STEP = HeadStep(QkvSettings(), 0, 0).arguments()
 class Operands:
     """Tensors of a matmul; the parameters of `_matmul_kernel` describe their use by each epilogue.
 
-    `residual` has the dtype of `out`: fp32, the dtype of `a` and `b`, or half precision if these are e4m3. `x` has the
-    dtype of `out`, or that of `a` if x is normalized. With `head_step`, N is 3 H D.
+    `residual` has the dtype of `out`: fp32, the dtype of `a` and `b`, or if they are e4m3, half precision. `x` has the
+    dtype of `out`, but a normalized x has the dtype of `a`. With `head_step`, N is 3 * heads * head_dim.
     """
 
     a: Tensor
@@ -150,14 +150,14 @@ def matmul_launch(
     """Returns the launch that computes `operands.out`; all operands must be contiguous.
 
     Args:
-        config: Configuration; `config.tma` requires that `fits_tma` is True for the operands.
+        config: Configuration; `config.tma` requires `fits_tma(operands.tiled())`.
         activation: "identity" or one of `ACTIVATIONS`, for "layer_norm", "activation_grad" and the gated epilogues.
         split_k: Parts of K, for "partial".
     """
     o = operands
     head_args, head_constants = o.head_step.arguments() if o.head_step else _NO_STEP
     M, N, K = o.sizes
-    dependent = config.dependent and o.b_is_nk  # B is then a weight
+    dependent = config.dependent and o.b_is_nk  # B is then a weight, which may be prefetched (ptx.py)
     rows, cols, depth = config.block_m, config.block_n, config.block_k
 
     # early loads need registers: with e4m3, load one sub-tile of the residual early; if x is fp32 or out is stored
@@ -166,7 +166,7 @@ def matmul_launch(
     if o.x is not None:
         early = int(o.x.element_size() == 2 and o.h is None)
     reads_z = epilogue in ("activation_grad", "gated_grad")
-    if reads_z:  # the widest tiles with gelu_tanh have no registers for early loads
+    if reads_z:  # with gelu_tanh, the widest tiles leave no registers for early loads
         early = int(o.a.element_size() == 2 and not (activation == "gelu_tanh" and cols == 256))
 
     def by_sub_tiles(name: str) -> Any:

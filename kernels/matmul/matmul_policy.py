@@ -1,6 +1,6 @@
 """Launch policy of matmuls: chooses a configuration from a table per architecture, number format and epilogue.
 
-Chooses the entry with the fewest predicted cycles, without timing kernels at run time. The predictions are estimates
+It takes the entry with the fewest predicted cycles, without timing kernels at run time. The predictions are estimates
 from data sheets and instruction counts of compiled kernels. Every entry compiles without spills for its architecture;
 `vit-fast kernels` checks this.
 """
@@ -28,10 +28,10 @@ NORMED_HEADS = (64, 128)  # head_dims that a "qk_norm" matmul can normalize
 PRODUCTS = {
     "sm_80": 1024, "sm_86": 512, "sm_89": 512, "sm_90": 2048, "sm_100": 4096, "sm_103": 4096, "sm_120": 256,
 }  # fmt: skip
-_L2_BYTES = {"sm_86": 2048, "sm_89": 2048, "sm_120": 2048}  # L2 bandwidth in bytes per cycle, about that of an RTX 4090
-_L2_BYTES_HBM = 5120  # the same for other architectures: that of an A100
+_L2_BYTES = {"sm_86": 2048, "sm_89": 2048, "sm_120": 2048}  # L2 bandwidth in bytes per cycle, about an RTX 4090's
+_L2_BYTES_HBM = 5120  # L2 bandwidth of other architectures, in bytes per cycle: the value of an A100
 _L2_PORT = 64  # bytes per cycle from L2 to one multiprocessor
-_L2_HOLDS = 2**25  # bytes
+_L2_HOLDS = 2**25  # bytes of parts (split-K) that stay in L2 until the next kernel reads them
 _SHARED_BYTES = 128  # bytes per cycle of shared memory, from which the warps read the operands of mma.sync
 _LATENCY = 700  # cycles from issuing the loads of a tile of A and B to the arrival of the data
 _ISSUE = 3.0  # instructions per cycle in an epilogue: 75 % of the peak of four schedulers
@@ -43,15 +43,15 @@ _INSTRUCTIONS = {
     "layer_norm": 7, "rotary": 18, "qk_norm": 29, "gated": 10, "residual": 2, "activation_grad": 35, "gated_grad": 54,
     "layer_norm_grad": 11, "partial": 4,
 }  # fmt: skip
-_ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 8, 7, 5  # added for an activation, residual, statistics, e4m3 output
+_ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 8, 7, 5  # added for an activation, residual, statistics, out8
 
 
 @dataclass(frozen=True)
 class Problem:
     """Input of the launch policy.
 
-    A tile that stores LayerNorm statistics must contain whole pieces of rows (64 columns, `row_parts.py`). With a norm
-    of the hidden layer, tiles of more than 128 x 128 spill.
+    `narrowest`: a tile that stores LayerNorm statistics must contain whole pieces of 64 columns (`row_parts.py`).
+    `largest`: with a norm of the hidden layer (`linear/hidden_norm.py`), tiles of more than 128 x 128 spill.
     """
 
     gpu: Gpu
@@ -59,11 +59,11 @@ class Problem:
     epilogue: str
     tma: bool  # TMA descriptors can describe the operands
     sizes: tuple[int, int, int]  # M, N, K
-    itemsize: int
+    itemsize: int  # of A and B
     instructions: int  # of the epilogue, per element of a thread, counted in SASS of sm_90
     narrowest: int  # minimum columns of a tile
     largest: int  # maximum elements of a tile
-    head: int  # columns of a sub-tile, for "qk_norm"; 0: any
+    head: int  # required columns of a sub-tile, for "qk_norm"; 0: any
 
     def table(self, epilogue: str = "") -> tuple[MatmulConfig, ...]:
         return config_table(self.gpu.arch, self.kind, epilogue or self.epilogue, self.tma)
@@ -104,7 +104,7 @@ class Problem:
         else:  # only a flattened loop overlaps the epilogue of a tile with the first loads of the next tile
             total = loops + tiles * ((0 if early else _LATENCY) + epilogue)
         if splits > 1:  # the parts are written and read, the residual is read, the sum is written
-            rate = l2_bytes / (1 if 4 * splits * M * N <= _L2_HOLDS else 4)  # DRAM: a quarter of L2 bandwidth
+            rate = l2_bytes / (1 if 4 * splits * M * N <= _L2_HOLDS else 4)  # DRAM has a quarter of the L2 bandwidth
             total += _OVERHEAD + (8 * splits + 2 * self.itemsize) * M * N / rate
         return _OVERHEAD + total
 
@@ -129,7 +129,7 @@ def _problem(operands: Operands, epilogue: str, activation: str = "identity") ->
 
 
 def matmul_config(operands: Operands, epilogue: str, activation: str = "identity") -> MatmulConfig:
-    """Returns the configuration for these operands on their device; for the interpreter, the largest usable tile."""
+    """Returns the configuration for these operands on their device; in the interpreter, the largest usable tile."""
     problem = _problem(operands, epilogue, activation)
     return _usable(problem)[0] if is_interpreted() else best(problem)[0]
 
@@ -137,7 +137,7 @@ def matmul_config(operands: Operands, epilogue: str, activation: str = "identity
 def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
     """Returns the configuration of a "residual" matmul, and the number of parts of K; `split_k.py` adds the parts.
 
-    Small batches have fewer tiles than multiprocessors: fc2 of ViT-B has 48 of the smallest tiles at batch 1.
+    Splitting K occupies more multiprocessors: at batch 1, fc2 of ViT-B has only 48 tiles, even of the smallest ones.
     """
     problem = _problem(operands, "residual")
     return (_usable(problem)[0], 1) if is_interpreted() else best(problem, _MAX_RESIDUAL_SPLITS)
@@ -169,7 +169,7 @@ def best(problem: Problem, most: int = 1) -> tuple[MatmulConfig, int]:
 
 @lru_cache(4096)
 def best_head(problem: Problem) -> int:
-    """Returns the rows of the first launch that minimize the predicted cycles of both launches."""
+    """Returns the number of rows of the first launch that minimizes the predicted cycles of both launches."""
     M, N, K = problem.sizes
 
     def cycles(rows: int) -> float:
@@ -232,15 +232,15 @@ _TWO_SQUARES = _tma(128, 128, 64, sub_tiles=4, ctas_per_sm=2)
 _SMALL = _tma(64, 64, 64, num_stages=4, ctas_per_sm=2)
 _FLAT_SQUARE = replace(_SQUARE, num_stages=4, flatten=True)
 _HOPPER = (_FLAT_SQUARE, _tma(64, 128, 64, sub_tiles=2, num_stages=4, ctas_per_sm=2), _SMALL)
-_FP8 = tuple(replace(config, block_k=128) for config in (_WIDE, *_HOPPER))  # 128 bytes, as in half precision
+_FP8 = tuple(replace(config, block_k=128) for config in (_WIDE, *_HOPPER))  # 128 bytes per row, as in half precision
 _SMALL_TF32 = _tma(64, 64, 32, ctas_per_sm=2)
-# z and dz of "gated_grad" are twice as wide as acc
+# z and dz of "gated_grad" are twice as wide as acc, so even small tiles have two sub-tiles
 _GATED_SMALL, _GATED_TF32 = _tma(64, 64, 64, sub_tiles=2, ctas_per_sm=2), replace(_SMALL_TF32, sub_tiles=2)
 # Configurations with TMA, by generation and number format, then by epilogue.
 _TMA_TABLES: dict[tuple[str, str], dict[str, tuple[MatmulConfig, ...]]] = {
     ("hopper", "half"): {
         "other": (_WIDE, *_HOPPER),
-        # without maxnreg, ptxas uses up to 247 registers; these limits leave some of them free, without spills
+        # without maxnreg, ptxas uses up to 247 registers, although the kernels do not spill with these limits
         "layer_norm": (replace(_WIDE, maxnreg=184), *_HOPPER),
         "gated": (replace(_WIDE, maxnreg=232), *_HOPPER),
         "gated_grad": (replace(_FLAT_SQUARE, sub_tiles=4, num_stages=3, maxnreg=232), _GATED_SMALL),
@@ -250,9 +250,9 @@ _TMA_TABLES: dict[tuple[str, str], dict[str, tuple[MatmulConfig, ...]]] = {
         # with LayerNorm statistics as input or output, these tiles and values of maxnreg avoid spills
         "layer_norm": (_WIDE, replace(_TWO_SQUARES, maxnreg=192), _SMALL),
         "residual": (replace(_WIDE, maxnreg=248), _SQUARE, _SMALL),
-        "partial": (_SQUARE, replace(_SMALL, maxnreg=128)),  # 256 columns spill; 64 spill without maxnreg
+        "partial": (_SQUARE, replace(_SMALL, maxnreg=128)),  # tiles of 256 columns spill; 64 columns need maxnreg
         "activation_grad": (_SQUARE, _SMALL),
-        "gated_grad": (_tma(128, 64, 64, sub_tiles=2, num_warps=8), _GATED_SMALL),  # 128 columns spill
+        "gated_grad": (_tma(128, 64, 64, sub_tiles=2, num_warps=8), _GATED_SMALL),  # tiles of 128 columns spill
         "weight_matmuls": (_SQUARE,),
     },
     ("hopper", "tf32"): {"other": (replace(_SQUARE, block_k=32), _SMALL_TF32), "gated_grad": (_GATED_TF32,)},
@@ -276,7 +276,7 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
     if kind != "half":
         return ()
     table = config_table(arch, kind, "rotary", tma)
-    # without maxnreg, ptxas uses 249 registers on sm_90, but 232 cause no spills
+    # without maxnreg, ptxas uses 249 registers on sm_90, although the kernel does not spill with 232
     of_64 = [replace(c, sub_tiles=c.block_n // 64, maxnreg=232 if c.block_n == 256 else c.maxnreg) for c in table]
     of_128 = [replace(c, sub_tiles=1) for c in table if c.block_n == 128]
     eight = [replace(c, num_warps=8, ctas_per_sm=1) if c.block_m == 128 else c for c in of_128]
@@ -284,7 +284,7 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
 
 
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
-    """Returns configurations without TMA. Unless a comment gives another reason, values are chosen to avoid spills."""
+    """Returns configurations without TMA. Unless a comment gives another reason, the values avoid spills."""
     half, hopper, blackwell = kind == "half", generation(arch) == "hopper", generation(arch) == "blackwell"
     grad = epilogue == "activation_grad"
     if epilogue == "gated_grad":

@@ -8,7 +8,7 @@ import triton.language as tl
 # Columns that a thread reads at once where fp32 and half precision are mixed. With 8 columns, a thread would read the
 # fp32 values in two loads of 16 bytes, each of which uses only half of every 32-byte sector.
 READ_AT_ONCE = tl.constexpr(4)
-_GROUP_M = tl.constexpr(8)  # tile rows that are processed together, to reuse columns of B in L2
+_GROUP_M = tl.constexpr(8)  # tile rows whose tiles are processed together, to reuse columns of B in L2
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def tile_position(tile, tiles_m, tiles_n):
 
 @triton.jit
 def tile_offsets(row, col, columns, ROWS: tl.constexpr, COLS: tl.constexpr, AT_ONCE: tl.constexpr = 0):
-    """Returns int64 element offsets of a tile. A thread reads up to AT_ONCE columns at once; 0 for no limit."""
+    """Returns int64 element offsets of a tile. A thread reads at most AT_ONCE adjacent columns at once; 0: no limit."""
     base = tl.cast(row, tl.int64) * columns + col
     cols = tl.arange(0, COLS)
     if AT_ONCE:
