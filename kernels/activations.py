@@ -4,8 +4,8 @@ Exact GELU is x Phi(x), where Phi is the standard normal CDF. fp32 results use e
 
     Phi(x) = 1 / (1 + exp(-x P(|x|)))
 
-P is a polynomial of degree 5, fitted to log(Phi(x) / Phi(-x)) / x on |x| <= 5.6. The approximation takes a third of the
-instructions of erf, including one exp2 and one reciprocal. Before rounding, the error of GELU is below one ulp of the
+P is a polynomial of degree 5, fitted to log(Phi(x) / Phi(-x)) / x on |x| <= 5.6. The approximation uses one exp2 and
+one reciprocal, and a third of the instructions of erf. Before rounding, the error of GELU is below one ulp of the
 fp16 or bf16 result, or below 1e-8 where an ulp is smaller than 1e-8. Unlike 1 + erf(x / sqrt(2)), the approximation
 does not suffer cancellation in the negative tail.
 

@@ -34,7 +34,7 @@ class Launch:
 
     kernel: Any  # decorated with `triton.jit`
     grid: tuple[int, ...]  # programs along one to three axes
-    args: Mapping[str, Any]  # by name: tensors, descriptors, numbers, None for absent ones; or tuples (see above)
+    args: Mapping[str, Any]  # by name: tensors, descriptors, numbers, tuples (see above), or None for an absent tensor
     constants: Mapping[str, Any]  # compile-time arguments (`tl.constexpr`) by name
     num_warps: int = 4
     num_stages: int = 2
@@ -73,7 +73,7 @@ class Launch:
                 if ready is not None:
                     ready.launch(self, driver.get_current_stream(device))
                 elif isinstance(compiled := self._run_by_triton(), CompiledKernel):
-                    # no CompiledKernel: triton is still compiling, or a hook skipped the compilation
+                    # triton returns something else while it is still compiling, or if a hook skipped the compilation
                     if len(_ready) >= MAX_READY:
                         _ready.clear()
                     names = tuple(parameter.name for parameter in self.kernel.params)
@@ -87,7 +87,7 @@ class Launch:
             return self.kernel[self.grid](**self.args, **self.constants, **self.options())
 
     def _specialization(self, device: int) -> tuple[Any, ...]:
-        """Returns the key in `_ready`. With all integer values, it is at least as specific as triton's key."""
+        """Returns the key in `_ready`. It contains all integers, so it is at least as specific as triton's key."""
         constants = tuple(self.constants.values())
         return (
             id(self.kernel), device, self.num_warps, self.num_stages, self.maxnreg,

@@ -1,7 +1,7 @@
 """LayerNorm statistics, and the input of a linear layer with the LayerNorm folded in (`linear/folding.py`).
 
 If possible, the kernel that writes x [M, C] also writes partial statistics of each row (`row_parts.py`). Otherwise, a
-separate kernel computes them. The kernel that reads x combines them (Chan, Golub and LeVeque, 1983).
+separate kernel computes them. The matmul that reads x combines them (Chan, Golub and LeVeque, 1983).
 
 Two special cases, with W'', s, c and z as defined in `linear/folding.py`:
 - fp32 x: either the whole model is fp32, or autocast runs the matmuls in fp16 or bf16 but leaves the residual stream in
@@ -31,8 +31,8 @@ from .launch import Launch, ceil_div
 from .ptx import divided_columns
 from .row_parts import PIECE, row_parts
 
-# A row counts as constant if std <= 1e-6 |mean|. If values of an fp16 or bf16 row differ, std is at least
-# 2^-12 |mean| / sqrt(C). This is more than 1e-6 |mean| for C < 59,000.
+# A row counts as constant if std <= 1e-6 |mean|. If the values of an fp16 or bf16 row are not all equal, std is at
+# least 2^-12 |mean| / sqrt(C). This is more than 1e-6 |mean| for C < 59,000.
 _CONSTANT_ROW = tl.constexpr(1e-6)
 _MAX_CHUNK = 2048
 _PIECE = tl.constexpr(PIECE)
@@ -156,7 +156,7 @@ def layer_norm_statistics_launch(
 
 @triton.jit
 def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
-    """Loads columns of a vector [C] in fp32; returns DEFAULT if `pointer` is None."""
+    """Returns elements `cols` of a vector [C] in fp32, or DEFAULT for each of them if `pointer` is None."""
     if pointer is None:
         return tl.full(cols.shape, DEFAULT, tl.float32)
     else:
@@ -165,7 +165,7 @@ def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
 
 @triton.jit
 def load_chunk(pointer, start, cols, mask):
-    """Loads columns `cols` of rows that begin at the offsets `start` [ROWS, 1], in fp32."""
+    """Loads columns `cols` of rows as fp32. `start` [ROWS, 1]: offsets of the first elements of these rows."""
     return tl.load(pointer + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
@@ -176,7 +176,7 @@ def store_chunk(pointer, value, start, cols, mask):
 
 @triton.jit
 def _row_sums(x_ptr, start, inside, mean, C, POWER: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Returns the sum of (x - mean)^POWER over each row [ROWS]; `mean` may be None."""
+    """Returns the sum of (x - mean)^POWER over each row [ROWS]. If `mean` is None, uses 0."""
     total = tl.zeros((ROWS,), tl.float32)
     for first in tl.range(0, C, BLOCK_C):
         cols = first + tl.arange(0, BLOCK_C)
@@ -238,10 +238,10 @@ class NormInput:
     """Input x [M, C] of a folded linear layer, with the statistics and the epsilon of its LayerNorm."""
 
     source: Tensor  # operand of the matmul: x, or (x - mean) rstd in the dtype of the matmul if x is fp32
-    # in the forward, partial statistics, fp32 [M, 2, parts]; in the backward, mean and rstd (negative for a constant
-    # row), fp32 [2, M]; if `source` is normalized, rstd, fp32 [1, M]
+    # for fp32 x: rstd, fp32 [1, M]; for half-precision x: in the forward, partial statistics, fp32 [M, 2, parts], and
+    # in the backward, mean and rstd (negative for a constant row), fp32 [2, M]
     statistics: Tensor
-    eps: float = 0.0  # only in the forward
+    eps: float = 0.0  # used in the forward only
 
     @property
     def part(self) -> Tensor | None:
@@ -265,7 +265,7 @@ def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
 
 
 def norm_input(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, rms: bool = False) -> NormInput:
-    """Normalizes fp32 x [M, C] to `dtype`. For half-precision x, computes the statistics if `part` is None."""
+    """Returns x [M, C] as NormInput. Normalizes fp32 x to `dtype`; for half-precision x, computes `part` if None."""
     M, C = x.shape
     if x.dtype == torch.float32:
         normalized, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(1, M)

@@ -6,12 +6,12 @@ The first call with a signature runs the function, the second call records a pla
 signature consists of the function, the shapes, strides, dtypes, devices and alignments of the tensor arguments, the
 other arguments, and torch's setting for fp32 matmuls. The launches must not depend on anything else.
 
-A plan contains the compiled kernels, their grids and their arguments. Each address is stored as an offset into a
+A plan contains the compiled kernels, their grids and their arguments. It stores each address as an offset into a
 numbered value: an input, a buffer, or the result of a torch operator. A replay allocates the buffers and launches the
 kernels on the current stream. Tensor maps (encoded TMA descriptors) are cached by address.
 
 The function may allocate tensors, create views, launch kernels, and call torch operators, which a replay calls again. A
-function that uses a tensor from outside, or returns anything but tensors, cannot be planned and runs in every call.
+function that, for example, uses a global tensor or returns a number cannot be planned and runs in every call.
 Buffers that only kernels use share one allocation, and may overlap if their live ranges are disjoint. So a kernel must
 never read buffer memory that no kernel has written before.
 
@@ -95,7 +95,7 @@ def forget() -> None:
 
 
 def plans() -> list[LaunchPlan | None]:
-    """Returns all plans; None for each signature that cannot be planned."""
+    """Returns all plans, with None for each signature that cannot be planned."""
     return list(_plans.values())
 
 
@@ -189,7 +189,7 @@ class _Recorder(TorchDispatchMode):
         try:
             values = [self._planned_value(everything[name]) for name in ready.names]
             self._steps.append(PlannedLaunch(ready, (x, y, z), values))
-        except (LookupError, AttributeError):  # `PlannedLaunch` does not know this version of Triton's launcher
+        except (LookupError, AttributeError):  # UnplannableError, or a launcher that `PlannedLaunch` does not know
             self._failed = True
 
     def _planned_value(self, value: Any) -> Any:
@@ -265,7 +265,7 @@ class _Recorder(TorchDispatchMode):
 
     def _arrange(self, outputs: Sequence[View]) -> tuple[dict[int, At], tuple[Any, ...]]:
         """Returns {recorded value: At(final number, offset)}, and (shape, stride, dtype) of each buffer."""
-        spans: dict[int, tuple[int, int]] = {}  # value -> indices of the first and last step that uses it
+        spans: dict[int, tuple[int, int]] = {}  # value -> indices of the first and last steps that use it
         as_tensor = {view.at.value for view in outputs}
         for position, step in enumerate(self._steps):
             for number in step.uses():
@@ -282,7 +282,7 @@ class _Recorder(TorchDispatchMode):
             if number in as_tensor:
                 places[number] = At(inputs + len(buffers), 0)
                 views = [view for view in outputs if view.at.value == number]
-                own: Any = value  # if the only output in a buffer covers all of it, allocate the output's shape
+                own: Any = value  # if a buffer has a single output that covers all of it, allocate that shape
                 if len(views) == 1 and not views[0].at.offset and views[0].bytes == value.bytes:
                     own = views[0]
                 buffers.append((own.shape, own.stride, own.dtype))

@@ -70,7 +70,7 @@ class TensorMaps:
 
     def __init__(self, descriptor: TensorDescriptor, make: Callable[[TensorDescriptor], list[Any]]) -> None:
         self.descriptor, self.make = descriptor, make
-        self.at: At = descriptor.base.at  # a Base
+        self.at: At = descriptor.base.at  # the base is a `Base`
         self.cached: dict[int, Any] = {}
 
     def encode(self, address: int) -> Any:
@@ -84,10 +84,10 @@ class TensorMaps:
 
 
 class PlannedLaunch:
-    """A kernel launch without addresses and stream. `__call__` calls the C function behind Triton's launcher.
+    """A kernel launch. `__call__` passes stream and addresses to the C function behind Triton's launcher.
 
     `values` are all arguments of the kernel in order, including constants. An `At` replaces each non-empty tensor, and
-    a `Base` the base of each tensor descriptor. Raises LookupError or AttributeError for an unknown launcher.
+    a `Base` the base of each descriptor. Raises LookupError or AttributeError if Triton's launcher is unknown.
     """
 
     def __init__(self, ready: Ready, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
@@ -145,7 +145,7 @@ class PlannedLaunch:
 
 
 def _without_constants(kinds: Sequence[Any], arguments: Sequence[Any]) -> Iterator[Any]:
-    """Yields the arguments that the compiled kernel takes, those in tuples one by one."""
+    """Yields the arguments that the compiled kernel takes, with tuples flattened."""
     for kind, value in zip(kinds, arguments):
         if isinstance(kind, tuple):
             yield from _without_constants(kind, value)

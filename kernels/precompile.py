@@ -4,8 +4,8 @@
         model(images)
     compile_all(requests)           # into triton's cache on disk, and into this process
 
-Before compiling a kernel, triton passes a description of the kernel to a hook. From this description, any process can
-compile the kernel, even without a GPU.
+Before compiling a kernel, triton passes a description of the kernel to a hook. From this description, another process
+can compile the kernel, even without a GPU.
 """
 
 from __future__ import annotations
@@ -100,17 +100,17 @@ def _prevent_plans(*_: Any) -> None:
 
 
 def compile_all(requests: Sequence[Request], progress: Progress | None = None) -> int:
-    """Compiles kernels, in several processes if there are many. Returns how many were not in triton's cache.
+    """Compiles kernels, in several processes if there are many. Returns the number of uncached kernels.
 
     Args:
         requests: The result of `collect`.
         progress: Called with (number of finished kernels, number of all kernels).
     Raises:
-        RuntimeError: a kernel does not compile (with the end of triton's error), or a process ended early.
+        RuntimeError: a kernel does not compile (the message quotes triton's error), or a process ended early.
     """
     compiled = here = 0
     tell = progress if progress is not None else lambda done, total: None
-    for request in requests:  # compile here until the first kernel that was not cached, or longer if few remain
+    for request in requests:  # compile in this process up to the first uncached kernel, or all if few remain
         if compiled and _processes(len(requests) - here) > 1:
             break
         compiled += request.compile()

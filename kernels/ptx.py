@@ -1,7 +1,7 @@
-"""PTX instructions for the kernels. Triton's interpreter skips them or uses a substitute.
+"""PTX instructions for the kernels. In Triton's interpreter, they are skipped or replaced.
 
 Programmatic dependent launch: a kernel starts before the previous kernel in the same stream has ended. With small
-batches, launching a kernel and loading weights take as long as the computation. A kernel with the constant DEPENDENT
+batches, launching a kernel and loading weights may take as long as computing. A kernel with the constant DEPENDENT
 may start when every program of the previous kernel has ended or, if that kernel has DEPENDENT too, returned from
 `wait_for_previous`. Before it calls `wait_for_previous`, a kernel only computes addresses and prefetches weights into
 L2, which is safe even if an earlier kernel is still writing them. Each kernel waits before it lets the next one start.
@@ -45,7 +45,7 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(pointer, row, first, last, rows, columns, ROWS: tl.constexpr, STEP: tl.constexpr):
-    """Prefetches ROWS rows of a matrix [rows, columns] into L2: one address per STEP columns in [first, last)."""
+    """Prefetches ROWS rows of a matrix [rows, columns], from `row`, into L2: every STEP-th column of [first, last)."""
     if _INTERPRETED:
         return
     index = tl.minimum(row + tl.arange(0, ROWS), rows - 1)
@@ -115,6 +115,6 @@ def divided(value, scale_ptr):
 
 @triton.jit
 def divided_columns(value, scale_ptr, col, N, COLS: tl.constexpr):
-    """Multiplies a tile [ROWS, COLS] that starts at column `col` by reciprocal scales fp32 [N]; rounds to e4m3."""
+    """Multiplies columns col .. col + COLS (tile [ROWS, COLS]) by reciprocal scales, fp32 [N]; rounds to e4m3."""
     cols = col + tl.arange(0, COLS)
     return to_e4m3(value.to(tl.float32) * tl.load(scale_ptr + cols, mask=cols < N, other=1.0)[None, :])

@@ -6,7 +6,7 @@ and y = n w + b. Each pair of channels (y_1, y_2) is rotated by an angle, given 
     out_1 = y_1 cos - y_2 sin,  out_2 = y_2 cos + y_1 sin
 
 A pair is channels j and j + D/2, or 2j and 2j + 1. The first `prefix` tokens of an image are not rotated. In the
-backward, dy is dout rotated by the opposite angle. With dn = dy w, and means over channels normalized together:
+backward, dy is dout rotated by the opposite angle. With dn = dy w, and means over all channels of n:
 
     dx = rstd (dn - mean(dn) - n mean(dn n)),  dw = sum dy n,  db = sum dy
 
@@ -140,13 +140,13 @@ def _heads(block, M, H, ROWS: tl.constexpr, WIDE: tl.constexpr):
 def _qk_norm_rope_kernel(
     x_ptr,  # [M, 3, H, D]
     out_ptr,  # output: like x, or x itself
-    weights, biases,  # of the norms of q and k: two vectors [D], or [H D] if WIDE; (None, None): ones, zeros
+    weights, biases,  # of the norms of q and k: two vectors [D], or [H D] if WIDE; (None, None): weights 1, biases 0
     tables,  # cos and sin [B or 1, H or 1, N - prefix, D / 2]; (None, None): no rotation
     M, N, H, prefix, eps,
     image_rows, head_rows,  # strides of images and heads in the tables, in rows; 0 if shared
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of rows and pairs in the tables, in elements
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr,
-    SEPARATE: tl.constexpr,  # in place only: channels of a pair are adjacent in x, and D / 2 apart in out
+    SEPARATE: tl.constexpr,  # in place only: channels of a pair are adjacent before, and D / 2 apart afterwards
     INVERSE: tl.constexpr,  # rotate by the opposite angle
     PARTS: tl.constexpr,  # 2: processes q and k; 3: also copies v
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -262,7 +262,7 @@ class QkvSettings:
 def can_be_read(cos: Tensor, sin: Tensor) -> bool:
     """True if the kernels can read the tables [..., T, D / 2] without a copy.
 
-    Both must have equal strides, and the stride of T must be positive and divide the outer strides.
+    cos and sin must have equal strides. The stride of T must be positive and divide the outer strides (of sizes > 1).
     """
     *outer, row, _ = cos.stride()
     whole = row > 0 and not any(step % row for step, size in zip(outer, cos.shape) if size > 1)
@@ -270,7 +270,7 @@ def can_be_read(cos: Tensor, sin: Tensor) -> bool:
 
 
 def shared_arguments(s: QkvSettings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arguments and constants that these kernels share with the qkv matmul, for its norms and tables."""
+    """Returns the arguments and constants for norms and tables, which these kernels share with the qkv matmul."""
     image_rows = head_rows = row = pair = 0
     if s.tables is not None:
         *outer, row, pair = s.tables[0].stride()
@@ -320,7 +320,7 @@ def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
 def qk_norm_rope_gradients(
     grad: Tensor, x: Tensor | None, settings: QkvSettings, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns dx, and the gradients of norm parameters, fp32 [2 (q, k), 2 (dw, db), D or H D], or None.
+    """Returns (dx, gradients of the norm parameters): fp32 [2 (q, k), 2 (dw, db), D or H D]; None without parameters.
 
     Args:
         grad: [B, N, 3, H, D], contiguous.

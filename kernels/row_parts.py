@@ -2,7 +2,7 @@
 
 The tensor, fp32 [M, 2, row_parts(C)], contains for each row the means of its pieces, then the pieces' sums of squared
 deviations. A piece has PIECE columns; the last piece may be shorter. The statistics of a row are adjacent in memory,
-because every tile of the next matmul reads all of them. This file does not import triton, so fake kernels can use it.
+because a tile of the next matmul reads all statistics of its rows. Fake kernels use this file without triton.
 """
 
 from __future__ import annotations

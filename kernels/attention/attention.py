@@ -1,7 +1,7 @@
 """Fused softmax attention, forward and backward: the functions that the operators call.
 
-Inputs are fixed, packed or masked (attention_tiles.py). Tensors are views [B, H, N, D] with arbitrary strides and last
-stride 1, so q, k and v may be views of the output of the qkv layer, and dq, dk and dv of its gradient.
+Inputs are fixed, packed or masked (attention_tiles.py). Tensors are views [B, H, N, D] with last stride 1 and
+arbitrary other strides. So q, k, v may be views of the output of the qkv layer, and dq, dk, dv views of its gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def problem_of(
 ) -> Problem:  # fmt: skip
     """Returns the input of the launch policy for a call with these tensors.
 
-    For packed inputs, n_q and n_kv are the mean length (at most `longest`). One long sequence would set the maximum.
+    For packed inputs, n_q and n_kv are the mean length (at most `longest`), which one long sequence hardly changes.
     """
     (batch, heads, n_q, head_dim), n_kv, form = q.shape, k.shape[2], "fixed" if key_mask is None else "masked"
     if sequences is not None:
@@ -65,7 +65,7 @@ def attention_backward(
 ) -> None:  # fmt: skip
     """Computes dq, dk and dv from the gradient `do` of o, given the inputs and outputs of `attention_forward`.
 
-    Gradients have the shapes of their tensors, q's dtype and last stride 1.
+    dq, dk and dv have the shapes of q, k and v, the dtype of q, and last stride 1.
     """
     form: dict[str, Any] = {"sequences": sequences, "key_mask": key_mask}
     for_dq = dq_config(problem_of(q, k, v, o, do, dq, **form, longest=longest))

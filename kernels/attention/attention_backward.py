@@ -1,6 +1,6 @@
 """Attention backward: dq, dk and dv from q, k, v, o, lse and do, without an [N, N] matrix in memory.
 
-The kernels recompute p = softmax(scale q k^T) per tile as 2^(scale log2(e) q k^T - lse), with lse in base 2:
+The kernels recompute p = softmax(scale q k^T) per tile as 2^(scale log2(e) q k^T - lse), with lse in base 2. Then:
 
     delta = rowsum(do * o)          ds = p * (do v^T - delta)
     dq = scale ds k                 dk = scale ds^T q                 dv = p^T do
@@ -84,7 +84,7 @@ def _query_tile(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_bwd_dq_kernel(
-    # pointers or descriptors of blocks LO, HI (_hi) of attention_tiles.py; _a: full key tiles, _b: other key tiles
+    # pointers or descriptors of block HI (_hi) or LO (see attention_tiles.py); _a: of full key tiles, _b: of others
     q, q_hi, do, do_hi, o, o_hi, dq, dq_hi, k_a, k_a_hi, k_b, k_b_hi, v_a, v_a_hi, v_b, v_b_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # output: fp32 [B, H, N_q], contiguous
@@ -153,7 +153,7 @@ def _dkdv_step(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_bwd_dkdv_kernel(
-    # pointers or descriptors of blocks LO, HI (_hi) of attention_tiles.py; _a: full query tiles, _b: other ones
+    # pointers or descriptors of block HI (_hi) or LO (see attention_tiles.py); _a: of full query tiles, _b: of others
     q_a, q_a_hi, do_a, do_a_hi, q_b, q_b_hi, do_b, do_b_hi, k, k_hi, v, v_hi, dk, dk_hi, dv, dv_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # fp32 [B, H, N_q], contiguous

@@ -17,7 +17,7 @@ LOG2_E = 1.4426950408889634
 UNSPECIALIZED = ["n_sequences", "n_heads", "n_q", "n_kv", "key_mask_stride_b"] + [
     f"{name}_stride_{axis}" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bhn"
 ]
-_ALIGNMENT = 16  # bytes: of addresses and strides for TMA, and of vector loads
+_ALIGNMENT = 16  # in bytes, of addresses and strides: required by TMA and by vector loads
 _TMA_MAX_STRIDE = 2**40  # bytes
 _MAX_TILE_ROWS = 256
 
@@ -78,7 +78,7 @@ def looped_launch(
     config: ForwardConfig | BackwardConfig, args: Mapping[str, Any], sequences: torch.Tensor | None,
     key_mask: torch.Tensor | None, tails: int = 1, constants: Mapping[str, Any] | None = None,
 ) -> Launch:  # fmt: skip
-    """Returns the launch of a kernel that loops over tiles of `streamed`, with at most `tails` after the full tiles."""
+    """Returns the launch of a kernel that loops over full tiles of `streamed`, followed by at most `tails` others."""
     block, step = (config.block_m, config.block_n) if "q" in own else (config.block_n, config.block_m)
     length, fixed = next(iter(streamed.values())).shape[2], sequences is None and key_mask is None
     rest = length % step if fixed else 0
@@ -104,7 +104,7 @@ def tiled_launch(
 ) -> Launch:  # fmt: skip
     """Returns the launch of an attention kernel. A program owns tiles of `own`, and reads tiles of `streamed`.
 
-    `block` and `pieces`: rows per own and per streamed tile. Without `sequences`, a head has `tiles` programs.
+    `block`, `pieces`: rows per tile of `own`, and of `streamed` (a, b, c). `tiles`: programs per head unless packed.
     """
     tensors = {**own, **streamed}
     rows, q = next(iter(own.values())), tensors["q"]

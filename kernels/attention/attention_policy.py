@@ -66,7 +66,7 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 def cover(length: int, largest: int, pieces: int) -> tuple[int, ...]:
     """Covers `length` by at most `pieces` non-increasing powers of two from 16 to `largest`, with the least excess.
 
-    Only the last may extend past the length: 197 -> (128, 64, 16). Among equals, returns the shortest; () if none fits.
+    Only the last may extend past the length: 197 -> (128, 64, 16). Prefers fewer pieces; returns () if none fits.
     """
     if length <= 0:
         return ()
@@ -101,7 +101,7 @@ class Problem:
         return replace(self, n_q=max(self.n_q, longest), n_kv=max(self.n_kv, longest), form="fixed")
 
     @property
-    def width(self) -> int:  # of a tile, including padding
+    def width(self) -> int:  # columns of a tile, including padding
         return sum(split_head_dim(self.head_dim))
 
     @property
@@ -127,7 +127,7 @@ def forward_config(problem: Problem) -> ForwardConfig:
     config = ForwardConfig(**tuned) if tuned else _forward_rule(problem)
     if config.scheme == "row":
         config = replace(config, tiles=_tiles_per_program(problem, config))
-    early = config.tiles == 1 and problem.element == "half" and starts_early(problem.arch)  # would spill in TF32
+    early = config.tiles == 1 and problem.element == "half" and starts_early(problem.arch)  # TF32 would spill
     return replace(config, dependent=early)
 
 
@@ -146,7 +146,7 @@ def dkdv_config(problem: Problem) -> BackwardConfig:
 
 
 def _forward_of_sequences(problem: Problem, config: ForwardConfig) -> ForwardConfig:
-    """Adapts the `config` of fixed inputs to packed or masked ones: smaller tiles if they are short, and no spills."""
+    """Adapts the `config` of fixed inputs to packed or masked inputs: fits tiles to short sequences, avoids spills."""
     width, ampere, blackwell = problem.width, problem.generation == "ampere", problem.generation == "blackwell"
     if problem.n_q <= SHORT or (blackwell and width == 128):
         config = replace(config, block_m=min(config.block_m, SHORT))
@@ -199,8 +199,8 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
     # with more columns, or with more keys (including padding), the row kernel spills
     most_columns, most_keys = 80 if tma else 64, 208 if generation == "ampere" else MAX_ROW_KEYS
     keys = sum(cover(problem.n_kv, 128, 3))
-    # above 49 of 100 KB shared memory, one program of the row kernel fits per multiprocessor, but three of the looped
-    # kernel, each of which can compute while the others load
+    # If the row kernel needs over 49 of 100 KB shared memory, only one program fits per multiprocessor. Of the looped
+    # kernel, three programs fit, and one can compute while the others load.
     alone = problem.arch in ("sm_86", "sm_89", "sm_120") and width * (4 * keys + 128) > 49 * 1024
     if generation == "ampere" and (problem.n_q <= 64 or alone) and 128 < keys <= most_keys and width <= most_columns:
         # up to 64 queries (attention pooling) are a single tile, for which the row kernel spills (_tiles_per_program)
@@ -217,7 +217,7 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         # tiles of 128 queries spill
         return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=2)
     if generation == "ampere" and width == 48 and problem.arch != "sm_80":
-        # with 168 registers per thread, three programs of 4 warps fit, but only one of 8 warps; with 128, it spills
+        # at 168 registers per thread, 3 programs of 4 warps fit, but only one of 8 warps; maxnreg=128 causes spills
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if generation == "ampere":
         # without maxnreg, ptxas uses 170 registers for 48 columns, and only one program fits per multiprocessor
@@ -256,7 +256,7 @@ def _dkdv_rule(problem: Problem) -> BackwardConfig:
     if problem.uses_tma:
         # tiles of 64 queries with 128 columns spill on hopper
         block_m = 32 if problem.generation == "hopper" and problem.width == 128 else 64
-        # without maxnreg, ptxas uses 128 registers on blackwell and spills
+        # without maxnreg, ptxas uses 128 registers for 48 columns on blackwell, and spills
         maxnreg = 168 if problem.generation == "blackwell" and problem.width == 48 else None
         return BackwardConfig(block_m, 64, num_warps=4, num_stages=2, tma=True, maxnreg=maxnreg)
     return BackwardConfig(64, 64, num_warps=4 if problem.width <= 64 else 8, num_stages=1)

@@ -13,10 +13,9 @@ Inputs come in three forms:
   key. The output of a query without keys is 0, as in torch's scaled_dot_product_attention.
 
 A tile holds ROWS rows of one head, [ROWS, D]. Triton's blocks have power-of-two sizes. A tile is therefore a tuple of
-one or two blocks, LO and HI columns wide (80 = 64 + 16). One block of 128 columns needs more loads and MMAs.
+one or two blocks, LO and HI columns wide (80 = 64 + 16). For 80, one block of 128 would need more loads and MMAs.
 
-Tensors [B, H, N, D] with arbitrary strides and last stride 1 are accessed through TMA descriptors or pointers. Related
-arguments are grouped:
+Tensors [B, H, N, D] with last stride 1 are accessed through TMA descriptors or pointers. Related arguments are grouped:
 
 - source, target: (lo, hi, image, head, stride of images, stride of heads, stride of rows). With TMA, lo and hi are
   descriptors of the blocks; without, lo points to the tensor and hi is not used. Strides are in units of ALIGN
@@ -36,7 +35,7 @@ _KEYS_AT_ONCE = tl.constexpr(1024)
 
 @triton.jit
 def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
-    """Counts the sequences in `index` whose first slot is at or before `slot`; ignores those with `inside` False."""
+    """Counts the sequences in `index` whose first slot is at or before `slot`. Counts only where `inside` is True."""
     first = tl.load(sequences + index, mask=inside, other=0) // BLOCK + index
     return tl.sum((inside & (first <= slot)).to(tl.int32), 0)
 
@@ -248,7 +247,7 @@ def over_tiles(
 
     For fixed inputs, a tile of TAIL rows follows the full tiles (none if 0). For packed and masked inputs with TMA, the
     partial last tile is loaded by masked pointers: a TMA box would extend into the next packed sequence, which may
-    contain NaN. Without TMA, one loop masks all tiles of these inputs. Two loops, one for full tiles, would spill.
+    contain NaN. Without TMA, one loop masks all tiles of these inputs. A second loop for full tiles would spill.
 
     Args:
         step: Function (first, second, start, end, shared, state, ROWS, FORM, TMA, MASKED, FIRST) that returns the new

@@ -25,7 +25,7 @@ _PACKED_SHAPES = (
 )  # fmt: skip
 _MASKED_SHAPES = ((256, 72), (1024, 64), (1024, 128))
 _E4M3_SHAPES = ((197, 64, "tma"), (577, 64, "tma"), (257, 80, "tma"), (729, 72, "vector"))
-# Core builds (`Build.core`), in bf16 with access "tma": of all architectures, and additional ones of some.
+# (tokens, head_dim, form) of core builds (`Build.core`), bf16, access "tma": for all architectures, then for some.
 _CORE = {(197, 64, "fixed"), (1024, 80, "packed")}
 _CORE_OF = {
     "sm_90": {(577, 64, "fixed"), (257, 80, "fixed"), (1024, 72, "packed"), (256, 72, "masked")},
@@ -59,7 +59,7 @@ def _builds(
     arch: str, tokens: int, head_dim: int, access: str = "tma", *, dtype: torch.dtype = torch.bfloat16,
     batch: int = 256, queries: int | None = None, form: str = "fixed",
 ) -> Iterator[Build]:  # fmt: skip
-    """Yields the builds of forward and backward, or of a forward with FP8 output. 256 images fill several waves."""
+    """Yields the builds of forward and backward, or of a forward to e4m3. The default batch fills several waves."""
     q, k, v, o, do = _tensors(tokens, head_dim, access, dtype, batch, queries or tokens, form)
     lse, scale = torch.empty(q.shape[:3], dtype=torch.float32, device="meta"), head_dim**-0.5
     options: dict[str, Any] = {}

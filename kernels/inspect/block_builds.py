@@ -1,7 +1,7 @@
 """Builds of the kernels of blocks: launches of the operators, recorded with the configurations in matmul_policy.py.
 
-`_BLOCKS` and `_FP8_BLOCKS` list the blocks. Widths are those of ViT-B/16, in FP8 those of ViT-L/16; some blocks have
-other heads. The numbers of images and tokens do not change a kernel.
+`_BLOCKS` and `_FP8_BLOCKS` list the blocks. Widths are those of ViT-B/16, in FP8 those of ViT-L/16. Some blocks have
+other numbers and widths of heads. The numbers of images and tokens do not change a kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..matmul.matmul_launch import MatmulConfig
 from . import offline
 from .offline import Build
 
-_PARTS = 5  # parts of K in split-K; all numbers of parts but 1 share a kernel
+_PARTS = 5  # parts of K in split-K; all numbers of parts above 1 share a kernel
 _IMAGES, _TOKENS, _PREFIX = 2, 200, 1
 _C, _F, _C8, _F8 = 768, 3072, 1024, 4096
 _HALF, _FULL, _E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -39,7 +39,7 @@ _DTYPES = {
 
 _MLP, _ATTENTION = {"halves": ("mlp",)}, {"halves": ("attention",)}
 _HEADS72, _HEADS128 = {"head_dim": 72, "heads": 16}, {"head_dim": 128, "heads": 6}
-# (name, keys of `_DTYPES`, arguments of `_block`). "first": only with the first configuration of each matmul.
+# (name, keys of `_DTYPES`, arguments of `_block`). "first": build only the first configuration of each matmul.
 _BLOCKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("gelu", "bf16 fp32 autocast", {}),
     ("gelu alone", "fp16", {**_MLP, "first": True}),
@@ -84,7 +84,7 @@ def _block(
     activation: str = "gelu", gated: bool = False, inner: bool = False, residual: bool = True, heads: int = 12,
     head_dim: int = 64, rope: str = "", tables: int = 1, qk_norm: str = "", over: str = "head",
 ) -> _Call:  # fmt: skip
-    """Returns a call of the operator, in training with its backward, on uninitialized tensors."""
+    """Returns a function that calls the operator, and its backward if `training`, on uninitialized tensors."""
     inside = heads * head_dim
     shapes: dict[str, tuple[int, ...]] = {}
     if "attention" in halves:
@@ -125,7 +125,7 @@ def _with_backward(call: _Call, x: Tensor) -> None:
 
 
 def _qk_norm_rope(dtype: torch.dtype, norm: str) -> _Call:
-    """Returns a call of the operator of qk-norm and rotary embeddings, with its backward."""
+    """Returns a function that calls the operator of qk-norm and rotary embeddings, and its backward."""
     empty = partial(torch.empty, dtype=dtype, requires_grad=True)
     qkv, one = empty(_IMAGES, _TOKENS, 3, 12, 64), Norm(empty(64), empty(64), kind=norm)
     qk_norm = QkNorm(one, one) if norm else None
@@ -154,7 +154,7 @@ def _fp8_block(*, quantized: tuple[str, ...] = _ALL, gated: bool = False, rope: 
 
 
 def _calls(arch: str) -> Iterator[tuple[str, torch.dtype, bool, _Call]]:
-    """Yields name, autocast dtype (fp32: no autocast), True for the first configuration only, and call."""
+    """Yields (name, autocast dtype, "first" of `_BLOCKS`, call); fp32 disables autocast."""
     for name, dtypes, options in _BLOCKS:
         given = {key: value for key, value in options.items() if key != "first"}
         for one, training in product(dtypes.split(), (False, True)):
@@ -171,7 +171,7 @@ def _calls(arch: str) -> Iterator[tuple[str, torch.dtype, bool, _Call]]:
 class _Configurations:
     """Replaces the launch policy: each matmul gets entry `number` of its table, or the last entry of a shorter table.
 
-    The table ends with the configurations of split-K if `splits` is True.
+    If `splits` is True, tables of matmuls that the policy may split along K end with configurations of split-K.
     """
 
     def __init__(self, arch: str, splits: bool) -> None:
@@ -198,7 +198,7 @@ class _Configurations:
 
 
 def block_builds(arch: str, core: bool = False) -> Iterator[Build]:
-    """Yields a build for each launch of each call; `core`: only of the calls with core builds."""
+    """Yields builds of all launches but attention; if `core`, only of the first configuration of calls in `_CORE`."""
     for name, dtype, first_only, call in _calls(arch):
         if core and name not in _CORE:
             continue

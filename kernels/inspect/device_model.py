@@ -1,6 +1,6 @@
 """Estimates the device time of launches from their FLOPs and bytes, without running them.
 
-The estimate of a launch is its compute time, or the DRAM time to access each tensor once, if that is longer.
+The estimate of a launch is the longer of its compute time and the DRAM time to access each tensor once.
 """
 
 from __future__ import annotations

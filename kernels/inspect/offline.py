@@ -52,7 +52,7 @@ _ALL = {
     "sm_103": Architecture("B300", 160, 1.9, 8000, 228 * KIB, 2048, 32),
     "sm_120": Architecture("RTX 5090", 170, 2.41, 1792, 100 * KIB, 1536, 24),
 }
-_SM_103 = TorchVersion(triton.__version__) >= "3.7"  # unknown to older cuobjdumps
+_SM_103 = TorchVersion(triton.__version__) >= "3.7"  # the cuobjdump of older versions does not know sm_103
 ARCHS = tuple(arch for arch in _ALL if arch != "sm_103" or _SM_103)
 
 
@@ -83,7 +83,7 @@ class Build:
 
 @contextmanager
 def recorded(gpu: Gpu) -> Iterator[list[Launch]]:
-    """Collects the launches of operators on CPU or meta tensors, as on `gpu`. Compiles and launches no kernel."""
+    """Collects the launches that operators on CPU or meta tensors would run on `gpu`. Compiles and runs no kernel."""
     launches: list[Launch] = []
     with (
         mock.patch.object(device, "stand_in", gpu),

@@ -60,8 +60,8 @@ class StandInDriver:
 def install(arch: str, library: Path | None = None) -> StandInDriver:
     """Makes the stand-in Triton's driver for this process. Call it before the first launch.
 
-    `library` is a libcuda.so.1 that contains `stand_in_driver.c`, built if None. Raises ValueError for an unknown
-    architecture. Raises RuntimeError if CUDA, the interpreter or a driver is active, or without a C compiler.
+    `library` is a libcuda.so.1 compiled from `stand_in_driver.c`; None compiles it. Raises ValueError for an unknown
+    architecture. Raises RuntimeError if CUDA, the interpreter or libcuda.so.1 is active, or without a C compiler.
     """
     limits, gpu = offline.architecture(arch), offline.gpu(arch)
     if torch.cuda.is_available():

@@ -27,9 +27,9 @@ from .offline import Build, architecture
 Stats = dict[str, int]
 """Resources and instruction counts of a compiled kernel.
 
-Keys: registers, stack_bytes, shared_bytes, ctas_per_sm, warps, instructions, and numbers of instructions: spill_loads,
-spill_stores, async_copies, hgmma, hmma, tcgen05, e4m3 (MMA instructions), tma_loads, tma_stores, grid_waits (ACQBULK)
-and grid_starts (PREEXIT) of dependent launches. `early_accesses`: accesses to global memory before ACQBULK
+Keys: registers, stack_bytes, shared_bytes, ctas_per_sm, warps, and numbers of instructions: instructions (all but NOP),
+spill_loads, spill_stores, async_copies, hgmma, hmma, tcgen05 and e4m3 (MMA), tma_loads, tma_stores, and for dependent
+launches grid_waits (ACQBULK) and grid_starts (PREEXIT). `early_accesses`: accesses to global memory before ACQBULK
 (ptx.py). If SASS has more `wgmma_waits` than `wgmma_waits_in_ptx`, ptxas has serialized wgmma (warnings C75xx).
 """
 
@@ -129,7 +129,7 @@ def read_baseline(path: Path = BASELINE_PATH) -> dict[str, Any]:
 
 
 def regressions(baseline: Mapping[str, Any], key: str, now: Stats) -> list[str]:
-    """Lists the statistics of a build that are worse than in the baseline; reports if the baseline lacks the build."""
+    """Lists counts that grew by over 10 % since the baseline, and instructions that vanished, or a missing build."""
     before = baseline["builds"].get(key)
     if before is None:
         return ["not in the baseline: run vit-fast kernels --update-baseline"]
