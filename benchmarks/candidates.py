@@ -62,7 +62,7 @@ def parse_candidate(word: str) -> Candidate:
         return CANDIDATES[name]
     found: Any = mode.removeprefix(":") or "default"
     if found not in COMPILE_MODES:
-        raise ValueError(f"candidate {word!r}: MODE of +compile:MODE must be {', '.join(COMPILE_MODES)}, got {mode!r}")
+        raise ValueError(f"candidate {word!r}: the mode must be one of {', '.join(COMPILE_MODES)}, got {found!r}")
     if not CANDIDATES[name].compilable:
         raise ValueError(f"candidate {name!r} cannot be compiled by torch.compile: use {name!r} alone")
     engine: Any = "compile" if found in ("default", "freezing") else found

@@ -113,9 +113,9 @@ def make_configuration(
     if time_budget_s is None:
         time_budget_s = 0 if seconds is not None or candidates is not None else DEFAULT_TIME_BUDGET_S[kind]
     if not time_budget_s >= 0:
-        raise ValueError(f"time_budget_s must be >= 0 (0: no limit), got {time_budget_s}")
+        raise ValueError(f"--time-budget must be >= 0 (0: no limit), got {time_budget_s}")
     if seconds is not None and not 0 <= seconds < math.inf:
-        raise ValueError(f"seconds must be finite and >= 0, got {seconds}")
+        raise ValueError(f"--seconds must be finite and >= 0, got {seconds}")
     if amp and (not train or dtypes not in (None, ["fp32"])):
         raise ValueError("--amp requires --train and fp32 parameters: pass --train, and remove --dtypes")
     if latency and batch_sizes not in (None, [1]):

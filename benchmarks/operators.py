@@ -96,7 +96,7 @@ class Operation(nn.Module):
 def build(name: str, operator: Operator, weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
     """Builds a library's version of an operator as a module of x; UnsupportedInputError lists all reasons."""
     table = FUNCTIONS[operator.part]
-    reasons = [] if name in table else [f"it has no {operator.part}; candidates: {', '.join(table)}"]
+    reasons = [] if name in table else [f"it has no {operator.part}: use one of {', '.join(table)}"]
     if name in ("flash-attn", "cublaslt") and device.type == "cpu":
         reasons.append("it needs a GPU")  # on a CPU, the epilogue of _addmm_activation is exact GELU
     if name == "cublaslt" and operator.activation != "gelu_tanh":

@@ -227,7 +227,7 @@ def _callers(
     step: Any = None
     if group.training:
         if not isinstance(function, nn.Module):
-            raise UnsupportedInputError(candidate.name, ["training needs an nn.Module"])
+            raise UnsupportedInputError(candidate.name, ["it cannot be trained, because it is not an nn.Module"])
         step = TrainingStep(group, function, compiled)
 
     def call(number: int) -> object:

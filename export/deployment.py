@@ -96,7 +96,7 @@ def check_triton_repository(repository: Path, name: str, precision: str | None) 
     TensorRT engines of a precision (not None) that it has no name for.
     """
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in (".", ".."):
-        raise ValueError(f"name must consist of A-Z, a-z, 0-9, '_', '-' and '.', and not be '.' or '..', got {name!r}")
+        raise ValueError(f"the model name must match [A-Za-z0-9_.-]+ and not be '.' or '..', got {name!r}")
     if precision not in (None, *ACCELERATOR_MODES):
         known = ", ".join(ACCELERATOR_MODES)
         reasons = [f"the precision of the server's TensorRT accelerator must be one of {known}, got {precision}"]

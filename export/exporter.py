@@ -92,7 +92,7 @@ def export_onnx(
         precision=precision, preprocess=preprocess, target=target, output=output, external_data=external_data,
     )  # fmt: skip
     if runs_in_fp8(model):
-        reason = "the model already runs in FP8: call fuse without precision, and export with precision='fp8'"
+        reason = "the model must be in float: call fuse without precision, and export with precision='fp8'"
         raise UnsupportedInputError("export of a model in FP8", [reason])
     vit = recognize(model)
     _complete(vit, options, data_config, class_names)
@@ -146,12 +146,12 @@ def _complete(
     if names is not None:
         check_type("class_names", names, list, tuple)
         if len(names) != vit.num_classes:
-            raise ValueError(f"class_names must have one name per class, {vit.num_classes} in total, got {len(names)}")
+            raise ValueError(f"class_names must have {vit.num_classes} names, one per class, got {len(names)}")
         vit.class_names = tuple(map(str, names))
     if options.preprocess and vit.data_config is None:
         raise ValueError(f"data_config must be given for preprocess=True, because {vit.name} has none")
     if options.output == "probabilities" and not vit.num_classes:
-        raise UnsupportedInputError("output='probabilities'", [f"{vit.name} has no classification head"])
+        raise UnsupportedInputError("export of probabilities", [f"{vit.name} has no classification head"])
 
 
 def _images(
@@ -159,9 +159,9 @@ def _images(
 ) -> tuple[list[Image.Image], list[Image.Image], int]:
     """Returns the images to calibrate with, the images to verify with, and how many of the latter are not crops."""
     if not options.is_eight_bit and calibration is not None:
-        raise ValueError(f"calibration needs precision='int8', 'int8-dynamic' or 'fp8', got {options.precision!r}")
+        raise ValueError(f"calibration images require precision int8, int8-dynamic or fp8, got {options.precision}")
     if options.needs_calibration and calibration is None:
-        raise ValueError(f"calibration must be image files or folders for precision={options.precision!r}, got None")
+        raise ValueError(f"calibration (--calibrate) must be image files or folders for {options.precision}, got None")
     files = [] if calibration is None else find_images(calibration)
     measured = [] if calibration is None else read_images(files, CALIBRATION_IMAGES)
     if not verify:
@@ -206,7 +206,7 @@ def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel, who
     saturates = "int8 is fast on CPUs with VNNI (avx512_vnni, avx_vnni); other CPUs may saturate sums: verify on yours"
     in_fp32 = "ONNX Runtime's CPU provider computes fp16 files in fp32: half the size, but no speedup"
     new_operator = "the Attention operator needs TensorRT 10.14 or newer; opset 22 or older avoids it"
-    no_data_config = "the model has no data_config: pass one to store the preprocessing in the file"
+    no_data_config = "the model has no data_config: pass one to store the preprocessing in the metadata"
     few_images = (
         f"the outputs were compared on few images (files: {whole}) and crops of them: pass "
         f"{MIN_HELD_OUT + CALIBRATION_IMAGES} or more as `calibration` (--calibrate), or in Python {MIN_HELD_OUT} or "
@@ -217,7 +217,7 @@ def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel, who
         (is_int8, slow_on_gpu if on_gpu else saturates),
         (options.precision == "fp16" and not on_gpu, in_fp32),
         (options.target == "tensorrt" and options.opset >= ATTENTION_OPSET, new_operator),
-        (not report.checks, "not verified: verify=False"),
+        (not report.checks, "not verified: verify=False (--no-verify)"),
         (vit.data_config is None, no_data_config),
         (options.is_eight_bit and bool(report.checks) and whole < MIN_HELD_OUT, few_images),
     ]

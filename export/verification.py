@@ -71,7 +71,7 @@ def verify_file(
     if failed := [check for check in checks if not check.passed]:
         worst = max(failed, key=lambda check: check.max_error if np.isfinite(check.max_error) else np.inf)
         raise VerificationError(
-            f"{options.precision} file differs from eager at batch {worst.batch}, size {worst.image_hw}: "
+            f"the {options.precision} file differs from eager at batch {worst.batch}, size {worst.image_hw}: "
             f"{worst.line()}; allowed: {options.budget}"
         )
     return checks, f"eager {'fp32' if in_fp32 else 'fp64'}, {runner.providers[0]}"

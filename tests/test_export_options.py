@@ -154,7 +154,7 @@ def test_report_and_metadata(tmp_path: Path) -> None:
 def test_bf16_needs_cuda_to_be_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = export_onnx(make("vit"), tmp_path / "m.onnx", precision="bf16", target="ort-cuda", verify=False)
     assert report.opset == 22, "the first that has a bf16 Conv"
-    assert not report.verified and "not verified: verify=False" in report.warnings
+    assert not report.verified and "not verified: verify=False (--no-verify)" in report.warnings
     proto = onnx.load(tmp_path / "m.onnx")
     onnx.checker.check_model(proto)
     assert {t.data_type for t in proto.graph.initializer if len(t.dims) == 2} == {onnx.TensorProto.BFLOAT16}

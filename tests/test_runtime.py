@@ -207,7 +207,7 @@ def test_errors_of_arguments() -> None:
         (plain, {"budgets": (8,)}, r"blocks\.0 must be fused: call vit_fast\.fuse first"),
         (hooked, {"budgets": (8,)}, "merger must have no hooks"),
         (hooked, {"example": image}, "merger must have no hooks"),
-        (identity, {"budgets": (8,)}, "must be a class with token budgets in docs/classes.md, got Identity"),
+        (identity, {"budgets": (8,)}, "must support token budgets .docs/classes.md., got Identity"),
         (identity, {"example": image, "batch_sizes": (0, 4)}, "batch_sizes must be one or more positive integers"),
         (identity, {"example": torch.zeros(3)}, r"example must have at least 2 dimensions, got shape \(3,\)"),
         (identity, {"example": image}, "(?s)example must be on a CUDA device, got cpu.*'eager' runs"),

@@ -180,6 +180,6 @@ def get_variant(name: str) -> Variant:
     """Returns the configuration of a named model."""
     if name not in _VARIANTS:
         nearest = difflib.get_close_matches(name, _VARIANTS, n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(nearest)}?" if nearest else "list_models() lists all names"
+        hint = f"did you mean {', '.join(nearest)}?" if nearest else "see `vit-fast models` or list_models()"
         raise ValueError(f"unknown model {name!r}: {hint}")
     return _VARIANTS[name]

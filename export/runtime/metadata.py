@@ -43,7 +43,7 @@ def read_proto(path: str | Path) -> onnx.ModelProto:
     except (DecodeError, ValueError, RuntimeError, OSError) as error:
         raise ModelFileError(f"{path}: not an ONNX file, or it is truncated or unreadable: {error}") from None
     if not proto.HasField("graph") or not proto.graph.node or not proto.opset_import or not proto.graph.output:
-        raise ModelFileError(f"{path}: not an ONNX model: it has no graph, output or opset")
+        raise ModelFileError(f"{path}: not an ONNX model: it must have a graph with nodes and outputs, and an opset")
     folder = path.parent.resolve()  # ONNX Runtime searches beside the given name, even if that is a link
     unsafe = {name: reason for name, fields in _external_data(proto) if (reason := _unsafe(folder, name, fields))}
     if unsafe:
@@ -86,7 +86,7 @@ def _unsafe(folder: Path, location: str, fields: dict[str, str]) -> str:
     try:
         needed = int(fields.get("offset", 0)) + int(fields.get("length", 0))
     except ValueError:
-        return "has an offset or length that is not a number"
+        return "has an offset or length that is not an integer"
     size = target.stat().st_size
     return f"must have at least {needed} bytes, got {size}" if needed > size else ""
 
@@ -242,7 +242,7 @@ class Signature:
         elif len(shape) != 4 or any(n is not None and n != got for n, got in zip(self.shape[1:], shape[1:])):
             problem = f"shape must be {['batch', *(n or 'any' for n in self.shape[1:])]}, got {shape}"
         elif 0 in shape[1:]:
-            problem = f"images must not be empty, got shape {shape}"
+            problem = f"no axis except the batch may be empty, got shape {shape}"
         elif self.patch_hw and any(side % patch for side, patch in zip(shape[2:], self.patch_hw)):
             multiples = f"multiples of the patch size {self.patch_hw[0]}x{self.patch_hw[1]}"
             problem = f"image height and width must be {multiples}, got shape {shape}"

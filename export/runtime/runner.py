@@ -170,9 +170,9 @@ class OnnxRunner:
         if image_hw is not None:
             self.image_hw, fixed = pair("image_hw", image_hw), signature.shape[2:]
             if self.takes_pixels:
-                raise ValueError(f"image_hw must be None, because the file resizes images itself, got {image_hw!r}")
+                raise ValueError(f"the image size must be absent, as the file resizes images, got {image_hw!r}")
             if any(n is not None and n != side for n, side in zip(fixed, self.image_hw)):
-                raise ValueError(f"image_hw must be {fixed} like the file's input, got {image_hw!r}")
+                raise ValueError(f"the image size must be {fixed} like the file's input, got {image_hw!r}")
         if cuda_graph and kind not in ("auto", "cuda"):
             raise UnsupportedInputError("cuda_graph=True", [f"the device must be cuda, got {kind}"])
         options: dict[str, Any] = {"threads": threads, "optimize": optimize, "fp8": self.info.fp8}
@@ -266,9 +266,9 @@ class OnnxRunner:
             pixels = np.asarray(image.convert("L" if self.in_chans == 1 else "RGB"), np.uint8)
             return pixels.reshape(image.height, image.width, self.in_chans)
         if self.data_config is None or self.image_hw is None:
-            no_config = "the file has no data_config: pass one (mean, std, crop_pct, ...)"
-            reasons = [no_config] if self.data_config is None else ["the file has no fixed size: pass image_hw"]
-            raise UnsupportedInputError(f"preprocessing for {self.path}", reasons)
+            no_size = "the file has no fixed size: pass image_hw (img_size in --data-config)"
+            reason = no_size if self.data_config else "the file has no data_config: pass mean, std, ... (--data-config)"
+            raise UnsupportedInputError(f"preprocessing for {self.path}", [reason])
         return make_transform(self.data_config, self.image_hw, self.in_chans)(image).numpy()
 
     def _run(self, images: Any) -> Any:

@@ -40,7 +40,7 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
 def class_names_for(count: int, given: Sequence[str] | None, known: Sequence[str] | None) -> Sequence[str]:
     """Returns the given names, otherwise the names stored with the weights, otherwise "class 0", "class 1", ..."""
     if given is not None and len(given) != count:
-        raise ValueError(f"--classes must contain {count} names, one per class of the model, got {len(given)}")
+        raise ValueError(f"the model has {count} classes, got {len(given)} names (of --classes or the first model)")
     return given or known or [f"class {i}" for i in range(count)]
 
 

@@ -89,7 +89,7 @@ def predict_to_parquet(
         raise MissingPackageError("pyarrow not installed: pip install 'vit-fast[predict]'")
     check_choice("engine", engine, ENGINES)
     if len(set(files)) < len(files):
-        raise ValueError("files must not contain duplicates")
+        raise ValueError("each image must be given once, got duplicates")
     check_replaceable(out)
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -56,7 +56,7 @@ class FusionReport:
         if not self.modules:
             reasons = ["the model contains no attention or MLP of a supported class"]
         if reasons:
-            raise UnsupportedInputError("fuse skipped modules", reasons)
+            raise UnsupportedInputError("fuse did not fuse the whole model", reasons)
         return self
 
     def __str__(self) -> str:

@@ -97,7 +97,7 @@ class Reader(Inspector):
         if kind is None:
             self.reasons.append(f"{path} must be a LayerNorm or RMSNorm, got {describe(norm)}")
         elif norm.weight is not None and norm.weight.dim() != 1:
-            self.reasons.append(f"{path} must normalize over the last axis, got {tuple(norm.weight.shape)}")
+            self.reasons.append(f"{path} must normalize over one axis, got axes of sizes {tuple(norm.weight.shape)}")
         elif eps is None:
             self.reasons.append(f"{path}.eps must be a number, got None, which depends on the dtype")
         elif getattr(norm, "_fast_norm", False):

@@ -288,7 +288,7 @@ class _Walk:
         finding = Finding() if isinstance(conv, FusedPatchConv) else FusedPatchConv.examine(conv)
         reasons = list(finding.reasons)
         if conv.in_channels != len(mean):
-            reasons.append(f"normalize must have {conv.in_channels} numbers, one per input channel, got {len(mean)}")
+            reasons.append(f"mean and std must have {conv.in_channels} numbers, one per input channel, got {len(mean)}")
         if reasons:
             raise ValueError(f"{CANNOT_NORMALIZE}: {'; '.join(reasons)}")
         self.rows.append(_row(name, conv, FusedPatchConv.kind, notes=finding.notes))

@@ -59,7 +59,7 @@ def recognize(model: nn.Module) -> ImageModel:
         raise UnsupportedInputError(what, ["the model must be a ViT of vit_fast, timm, transformers or torchvision"])
     if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()) or model.training:
         if next(model.parameters()).device.type == "meta":
-            raise UnsupportedInputError("the model", ["it must have weights, got the meta device: load them first"])
+            raise UnsupportedInputError(found.name, ["it must have weights, got the meta device: load them first"])
         found.model = copy.deepcopy(model).to("cpu", torch.float32).eval()
     found.set_data_config(found.data_config)
     return found

@@ -73,7 +73,7 @@ def build(
     """Builds a candidate for a model, whose output for the example is `output`; it may share the model's weights."""
     hooked = [name or "the model" for name, module in model.named_modules() if is_hooked(module)]
     if candidate != ORIGINAL and hooked:
-        raise UnsupportedInputError(candidate.name, [f"{', '.join(hooked[:3])} has hooks, which would not run"])
+        raise UnsupportedInputError(candidate.name, [f"hooks of {', '.join(hooked[:3])} would not run: remove them"])
     function: Function = model
     if candidate.runs_file:  # the runtime splits batches and sets threads itself
         function = _session(candidate, model, example, output, image_files)

@@ -52,7 +52,7 @@ class CachedResult:
         data = json.loads(path.read_text())
         version = data.get("format") if isinstance(data, dict) else None
         if version != FORMAT:
-            raise ValueError(f"a result of vit_fast.optimize must have format {FORMAT}, got {version!r}")
+            raise ValueError(f"its format must be {FORMAT}, got {version!r}")
         key, candidate, figures = (data.get(name) for name in ("key", "candidate", "figures"))
         if not all(isinstance(part, dict) for part in (key, candidate, figures)):
             raise ValueError("key, candidate and figures must be objects")

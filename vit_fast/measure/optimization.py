@@ -233,7 +233,7 @@ def load_optimized(
     try:
         result = CachedResult.read(Path(path))
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: cannot be read as a result of vit_fast.optimize: {error}") from None
     request, image_files = result.key["request"], find_images(calibration or ())
     if example is not None:
         device_of_example(example)
@@ -307,8 +307,8 @@ def deploy(
                 with torch.no_grad():
                     program = torch.export.export(work, *inputs)
             except Exception as error:  # of many types
-                reason = " ".join(str(error).split())[:200]
-                raise UnsupportedInputError(f"export of {candidate.name!r}", [f"torch.export: {reason}"]) from None
+                reason = f"torch.export failed: {' '.join(str(error).split())[:200]}"
+                raise UnsupportedInputError(f"export of {candidate.name!r}", [reason]) from None
             package = io.BytesIO()  # torch aborts the process if it cannot write a file
             if candidate.engine == "torch":
                 torch.export.save(program, package)

@@ -287,7 +287,7 @@ def _fit_tower(model: nn.Module) -> PackedTower:
     """Returns a tower that can run packed in a graph, or raises UnsupportedInputError."""
     tower, reasons = packed_tower(model), []
     if tower is None:
-        reason = f"the model must be a class with token budgets in docs/classes.md, got {type(model).__name__}"
+        reason = f"the model's class must support token budgets (docs/classes.md), got {type(model).__name__}"
         raise UnsupportedInputError("GraphRunner with budgets", [reason])
     if forward_is_replaced(model):
         reasons = ["the tower's forward was replaced on the instance: call `del tower.forward`"]
@@ -299,7 +299,7 @@ def _fit_tower(model: nn.Module) -> PackedTower:
         if not is_known and fused_form(type(module)) is not None:
             reasons.append(f"{name or 'the tower'} must be fused: call vit_fast.fuse first")
         elif tower.like.is_cuda and getattr(module, "vit_fast_backend", "triton") != "triton":
-            reasons.append(f"{name} must have backend 'triton', because others copy sequence lengths to the host")
+            reasons.append(f"{name or 'the tower'} must have backend 'triton': others copy lengths to the host")
     if reasons:
         raise UnsupportedInputError("GraphRunner with budgets", reasons[:3])
     return tower

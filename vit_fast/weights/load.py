@@ -191,10 +191,10 @@ def create_model(
     source = None if weights is None else open_source(weights)
     if "/" in name:
         if weights is not None:
-            raise ValueError(f"name must be one of list_models() if weights are given, got {name!r}")
+            raise ValueError(f"the model must be one of `vit-fast models` if weights are given, got {name!r}")
         source = open_source(name)
         if source.config is None:
-            raise ValueError(f"{name} has no config: pass a name of list_models() and weights={name!r}")
+            raise ValueError(f"{name} has no config: pass a name of `vit-fast models` and weights={name!r}")
         config, data_config = source.config, source.data_config
     else:
         variant = get_variant(name)
@@ -259,7 +259,7 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
     if head_problem and any(name.startswith(_HEADS) for name in tensors):
         problems.append(f"head: {head_problem}")
     if any(name.startswith(_HEADS) for name in missing) or any("shape of head" in problem for problem in problems):
-        problems.append("pass replace_head=True to keep the model's head")
+        problems.append("to keep the model's head, pass num_classes (create_model) or replace_head=True")
     if problems:
         raise WeightsError(f"{source.name} ({converted.layout} layout) does not fit:\n  - " + "\n  - ".join(problems))
     report.loaded = len(tensors)
