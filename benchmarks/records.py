@@ -181,7 +181,8 @@ class Journal:
         except (ValueError, LookupError, TypeError):
             found = None
         if found != FORMAT:
-            raise ValueError(f"{path}: must be a journal of {FORMAT}, got {found or 'another file'}: start a new run")
+            got = f"the format {found}" if found else "another file"
+            raise ValueError(f"{path}: must be an unfinished run in the format {FORMAT}, got {got}: start a new run")
         os.truncate(path, len(text))
         journal = cls(folder, header, entries)
         kind, value = entries[-1] if entries else ("", None)
@@ -226,7 +227,7 @@ def check_folder(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder}: must be a new or empty folder, got a file or a folder with files")
     if (partial := _partial(folder)).exists():
-        raise ValueError(f"{partial} contains an unfinished run: pass --resume {folder}, or another folder")
+        raise ValueError(f"{partial} contains an unfinished run: pass --resume {folder}, or another folder to --out")
 
 
 def _partial(folder: Path) -> Path:
@@ -306,7 +307,7 @@ def read_record(path: str | Path, *, of_bench: bool = True) -> Record:
                 raise ValueError(f"the format must be {FORMAT}, got {record['format']}")
             record["rows"] = [dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS)) | row for row in rows]
         elif of_bench:
-            raise ValueError("vit-fast bench did not write it")
+            raise ValueError("another command wrote it")
     return record
 
 
@@ -318,7 +319,7 @@ def damaged(*paths: str | Path) -> Iterator[None]:
     except Exception as error:  # of any type
         names = ", ".join(map(str, paths))
         rule = "must be a record of bench (for report, also of gpu-check or kernels --host --json)"
-        raise ValueError(f"{names}: {rule}, but reading it failed: {describe_error(error)}") from None
+        raise ValueError(f"{names}: {rule}, got an error: {describe_error(error)}") from None
 
 
 def is_bench(record: Record) -> bool:

@@ -85,10 +85,10 @@ def header(**fields: object) -> str:
     ("line", "message"),
     [
         (None, "must contain an unfinished run"),
-        (header(format="vit-fast-bench/2", request={}), "got vit-fast-bench/2"),
+        (header(format="vit-fast-bench/2", request={}), "got the format vit-fast-bench/2"),
         (header(format=records.FORMAT, request={"subjects": None}), "another version"),
         (header(format=records.FORMAT, request={}), "must be"),
-        *((line, "rows.jsonl: must be a journal") for line in ("1", "{")),
+        *((line, "rows.jsonl: must be an unfinished run") for line in ("1", "{")),
     ],
 )
 def test_resuming_a_damaged_run_or_one_of_another_version_fails(line, message: str, tmp_path: Path, capsys) -> None:

@@ -78,7 +78,7 @@ def looped_launch(
     config: ForwardConfig | BackwardConfig, args: Mapping[str, Any], sequences: torch.Tensor | None,
     key_mask: torch.Tensor | None, tails: int = 1, constants: Mapping[str, Any] | None = None,
 ) -> Launch:  # fmt: skip
-    """Returns the launch of a kernel that loops over full tiles of `streamed`, followed by at most `tails` others."""
+    """Returns the launch of a kernel that loops over full tiles of `streamed`; at most `tails` tiles cover the rest."""
     block, step = (config.block_m, config.block_n) if "q" in own else (config.block_n, config.block_m)
     length, fixed = next(iter(streamed.values())).shape[2], sequences is None and key_mask is None
     rest = length % step if fixed else 0
@@ -104,7 +104,8 @@ def tiled_launch(
 ) -> Launch:  # fmt: skip
     """Returns the launch of an attention kernel. A program owns tiles of `own`, and reads tiles of `streamed`.
 
-    `block`, `pieces`: rows per tile of `own`, and of `streamed` (a, b, c). `tiles`: programs per head unless packed.
+    `block`: rows per tile of `own`. `pieces`: rows per tile of `streamed`, for the arguments with suffix _a, _b and _c.
+    `tiles`: programs per head; not used for packed inputs (`sequences`).
     """
     tensors = {**own, **streamed}
     rows, q = next(iter(own.values())), tensors["q"]

@@ -1,14 +1,14 @@
 """Backward epilogues of `matmul.py`. acc = A B [scale]; mean and rstd belong to the rows of the LayerNorm's input x:
 
     "activation_grad": h = act(z),  dz = acc act'(z),  out = rstd dz
-    "gated_grad":      h = act(g) u with g and u as in "gated"; acc is dh [M, N], and z, dz and out are [M, 2 N]
-    "layer_norm_grad": out = [residual +] acc - (x - mean) * coefficient; h, if given: out in the dtype of A
+    "gated_grad":      h = act(g) u (`forward_epilogues.py`); acc is dh [M, N], and z, dz and out are [M, 2 N]
+    "layer_norm_grad": out = [residual +] acc - (x - mean) * coefficient; h, if given, is a copy of out in A's dtype
                        coefficient = rstd^2 / N * sum(dz (z - bias))
 
 The first two also store partial sums: dz (z - bias) per row, dz per column, and out * mean per column. Exceptions:
 
-- If a norm of h follows (`hidden_norm.py`), acc is the gradient of the normalized h^, and along the mean of acc h^ over
-  a row. |rstd of h| (acc - h^ * along), the gradient of h, replaces acc in the formulas above; h^ is stored, not h.
+- If a norm of h follows (`hidden_norm.py`), acc is the gradient of the normalized h^, and `along` is the mean of acc h^
+  over a row. |rstd of h| (acc - h^ * along), the gradient of h, replaces acc in the formulas above. h^ replaces h.
 - If a row is constant (rstd < 0, see `layer_norm.py`), "activation_grad" and "gated_grad" use 1 in place of rstd, and
   "layer_norm_grad" multiplies acc by |rstd|. The reason is the weight gradient, a difference of the large numbers
   out^T x and sum(out * mean): rstd, about 1 / sqrt(eps), would multiply their rounding errors, by 1000 if eps is 1e-6.

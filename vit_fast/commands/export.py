@@ -16,7 +16,9 @@ def export(
         str | None, argument("One of `vit-fast models`, a weights file of vit-fast, or a Hugging Face Hub id.")
     ] = None,
     out: Annotated[Path | None, option("The .onnx file to write.", "--out", "-o")] = None,
-    weights: Annotated[str | None, option("A file, a folder or a Hub id (default: MODEL's, or random).")] = None,
+    weights: Annotated[
+        str | None, option("File, folder or Hub id (default: MODEL's own weights, else random).")
+    ] = None,
     target: Annotated[str, option("Runtime to optimize for: generic, ort-cpu, ort-cuda or tensorrt.")] = "generic",
     precision: Annotated[str, option("fp32, fp16, bf16, int8, int8-dynamic or fp8.")] = "fp32",
     calibrate: Annotated[

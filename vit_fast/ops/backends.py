@@ -181,7 +181,7 @@ def _run_and_compare(device: torch.device) -> tuple[str, ...]:
 
 
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:
-    """Compiles the kernels that `call` launches; returns their number, and how many Triton's disk cache lacked."""
+    """Compiles the kernels that `call` launches; returns how many, and how many of them were not in Triton's cache."""
     from ..kernels.precompile import collect, compile_all
 
     with collect() as requests:

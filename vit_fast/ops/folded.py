@@ -1,8 +1,9 @@
 """Folds the norms of a block into the weights for inference, and optionally rounds the weights to e4m3 (FP8).
 
-In FP8, proj and fc2 write the residual stream x and, for the next norm, LayerNorm statistics of x and x8 = x / s in
-e4m3, with scales s from `vit_fast.calibrate`. For W and b of qkv or fc1, and gamma and beta of the norm before it,
-`reference.fp8_weight` computes a scale per row, `rows`, and W8 = W gamma s / rows in e4m3. qkv and fc1 then compute
+In FP8, proj and fc2 write the residual stream x, x8 = x / s in e4m3 with scales s from `vit_fast.calibrate`, and the
+LayerNorm statistics of x. Let W and b be the parameters of qkv or fc1, and gamma and beta those of the norm before it.
+From W, gamma and s, `reference.fp8_weight` computes a scale per row of W, `rows`, and W8 = W gamma s / rows in e4m3.
+qkv and fc1 then compute
 
     z = rstd (rows (x8 W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(rows W8 / s),  shift = W beta + b
 
