@@ -115,7 +115,7 @@ def test_a_function_returns_a_model(folder: Path) -> None:
         ("--resume folder --train", "must be the only argument"),
         ("--models vit_test --device toaster", "toaster"),
         ("--data host --device cpu", "got host"),
-        ("--models vit_test --time-budget -1", "time_budget_s"),
+        ("--models vit_test --time-budget -1", "--time-budget must be >= 0"),
         ("--seconds -1", "--seconds must be finite and >= 0"),
         ("--models vit_test --out .", "must be a new or empty folder"),
         ("--models timm:test_vit --img-size 63", "timm:test_vit"),

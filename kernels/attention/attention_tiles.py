@@ -246,8 +246,9 @@ def over_tiles(
     """Calls `step` for each tile of rows begin .. end of two streamed tensors; returns the final `state`.
 
     For fixed inputs, a tile of TAIL rows follows the full tiles (none if 0). For packed and masked inputs with TMA, the
-    partial last tile is loaded by masked pointers: a TMA box would extend into the next packed sequence, which may
-    contain NaN. Without TMA, one loop masks all tiles of these inputs. A second loop for full tiles would spill.
+    partial last tile is loaded by masked pointers: a TMA box would extend past `end`, for packed inputs into the next
+    sequence, which may contain NaN. Without TMA, one loop masks all tiles of these inputs. A second loop for full tiles
+    would spill.
 
     Args:
         step: Function (first, second, start, end, shared, state, ROWS, FORM, TMA, MASKED, FIRST) that returns the new

@@ -62,7 +62,7 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     """Returns the reasons why Triton kernels cannot run on a device. The first call for a GPU runs a test kernel.
 
-    A CPU is supported only under Triton's interpreter or with the stand-in driver of `kernels/inspect/`.
+    A CPU is supported only under Triton's interpreter or if `kernels/inspect/` runs or records the launches.
     """
     if device == torch.device("cuda") and torch.cuda.is_available():  # "cuda" without an index is the current GPU
         device = torch.device("cuda", torch.cuda.current_device())

@@ -36,7 +36,7 @@ def normalize(x: Tensor, norm: Norm) -> Tensor:
 
 
 def qk_norm_rope(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tensor:
-    """Normalizes and rotates q and k of qkv [B, N, 3, H, D]; cos and sin must be [B or 1, H or 1, T, D/2]."""
+    """Normalizes and rotates q and k of qkv [B, N, 3, H, D]; cos and sin: [B or 1, H or 1, N - prefix, D/2]."""
     qk, v = qkv[:, :, :2], qkv[:, :, 2:]
     if qk_norm is not None:
         start = -1 if qk_norm.over == "head" else -2
@@ -95,7 +95,8 @@ def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None)
     The weight is first multiplied by gamma [K] of the norm before the layer, and by `scale` ([K] or []), which divides
     the layer's input. Unlike the fold in `kernels/linear/folding.py`, this does not subtract the mean of each row.
     Large ViTs multiply very large channels by small weights, and subtracting the mean would enlarge these weights and
-    their rounding errors. If a row's scale is below 2^-100, the row becomes 0 with scale 1, so bias / scale is finite.
+    their rounding errors. If a row's scale is below 2^-100, the row becomes 0 with scale 1: the kernels divide the bias
+    by the scale.
     """
     folded = weight.double() if norm_weight is None else weight.double() * norm_weight.double()
     folded = folded * scale.double()
