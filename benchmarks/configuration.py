@@ -146,14 +146,14 @@ def make_configuration(
     if by_default and kind == "cpu" and has_bf16() and all(model.kind in ("vit-fast", "given") for model in found):
         names = ("fp32", "bf16")
     if data != "device" and (data != "host" or kind == "cpu" or any(model.data is None for model in found)):
-        raise ValueError(f"--data must be device, or host (on a GPU, for models that take images), got {data}")
+        raise ValueError(f"--data must be device, or host for images on a GPU, got {data} for {where}")
     # the least memory of a call: two inputs, the residual stream and one hidden layer
     widths = [m.config.seqlen * (m.config.embed_dim + m.config.hidden_dim) if m.config else 0 for m in found]
     numbers = max(2 * math.prod(m.shape) + width for m, width in zip(found, widths))
     per_image, available = numbers * min(DTYPES[name].itemsize for name in names), memory_bytes(where)
     if not search and available is not None and max(sizes) * per_image > available:
         raise ValueError(
-            f"the batch size must be at most {max(1, available // per_image):,}, got {max(sizes)}: it needs at least "
+            f"the batch size must be at most {available // per_image:,}, got {max(sizes)}: it needs at least "
             f"{max(sizes) * per_image / 2**30:,.0f} GiB, but {where} has {available / 2**30:,.0f} GiB"
         )
     protocol = protocol or (LATENCY if latency else PROTOCOLS[kind])

@@ -52,7 +52,7 @@ def _folded_tile(layer, program, splits, sums, ROWS: tl.constexpr, COLS: tl.cons
         F, C,
         part_ptr,  # fp32 [splits, F, C], partial sums of dz~^T x or of dz^T n
         sum_ptr,  # fp32 [sums, F], partial sums of dz over M
-        shift_ptr,  # like sum_ptr, partial sums of dz~ * mean; both are then slices of [sums, 2, F]; or None
+        shift_ptr,  # partial sums of dz~ * mean, or None; if given, a slice of [sums, 2, F] like sum_ptr
         weight_ptr, gate_ptr,  # [F, C] and None; with a gate, [F / 2, C] each
         gamma_ptr, beta_ptr,  # [C] or None
         out_ptr, gate_out_ptr,  # output: dW, like the weights

@@ -40,17 +40,17 @@ def optimize(
     budget: Annotated[float, option("Time limit of the search in seconds, including builds and checks.", min=1)] = 100,
     latency: Annotated[bool, option("Minimize p90 latency instead of median latency.", "--latency")] = False,
     memory_limit: Annotated[
-        float | None, option("Maximum MiB for a candidate's own weights and a call, besides the model.", min=0.001)
+        float | None, option("Memory limit in MiB: a candidate's copy of the weights plus one call.", min=0.001)
     ] = None,
     device: Device = "auto",
     save: Annotated[Path | None, option("Save the result for vit_fast.load_optimized.")] = None,
-    export: Annotated[Path | None, option("New or empty folder for an ONNX file or a PyTorch package.")] = None,
+    export: Annotated[Path | None, option("New or empty folder for the result as ONNX or .pt2 file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest configuration of a model on this machine, verify its outputs, and cache it.
 
-    The speedup is relative to the given model, or to the eager backend for `vit-fast models` and weights files. Press
-    Ctrl-C to stop the search and get the best result so far.
+    The printed speedup is relative to the given model, or to the eager backend for a weights file or a name that
+    `vit-fast models` lists. Press Ctrl-C to stop the search and get the best result so far.
     """
     from rich.console import Console
     from rich.markup import escape

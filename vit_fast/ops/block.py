@@ -121,7 +121,7 @@ def fused_block(
 
 
 def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Returns the output, if requested its LayerNorm statistics and e4m3 copy, then the tensors of `_new_names`."""
+    """Returns the output, its LayerNorm statistics and e4m3 copy if requested, and the tensors of `_new_names`."""
     from ..kernels.linear import linear, scaled_weights
 
     s = BlockSettings.read(settings)
@@ -212,7 +212,11 @@ def _mlp(
 
 
 def _output_dtype(stream: torch.dtype, t: BlockTensors, s: BlockSettings) -> torch.dtype:
-    """Returns the dtype of the output: `stream`, the dtype of x, if x is added; else of the matmuls or LayerScale."""
+    """Returns the dtype of the output.
+
+    If x is added, it is the dtype of x (`stream`). Otherwise, it is the dtype of the matmuls, or fp32 if LayerScale is
+    fp32 (after an MLP, only if x is fp32 too).
+    """
     if s.residual:
         return stream
     if t.fc1_weight is None:  # fp32 if LayerScale is fp32: 1e-6 would be subnormal in fp16

@@ -95,7 +95,7 @@ def required_input_reasons(model: nn.Module) -> list[str]:
     if not names:
         return []
     packed = {"grid_thw", "spatial_shapes"} & set(names)
-    advice = ": give GraphRunner budgets; to export, use vit_fast.FixedGrid" if packed else ""
+    advice = ": to export, use vit_fast.FixedGrid; for CUDA graphs, pass budgets to GraphRunner" if packed else ""
     return [f"its forward must require only images, but also requires {' and '.join(names)}{advice}"]
 
 

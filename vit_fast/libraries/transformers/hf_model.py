@@ -212,7 +212,7 @@ def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
     else:  # old format: one number means both sides for ViT and DeiT, the shorter side for CLIP
         squashes, resized = not crops or name.startswith(("ViT", "DeiT")), size
     if not crops and not squashes:
-        raise ValueError("it preserves the aspect ratio without a crop")
+        raise ValueError("it resizes only the shorter side and does not crop, so images would have different sizes")
     crop = processor.get("crop_size", resized) if crops else resized
     if isinstance(crop, Mapping):
         crop = crop.get("height", crop.get("shortest_edge"))
@@ -222,7 +222,7 @@ def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
     mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     if processor.get("do_normalize", True):
         if not is_vit and not {"image_mean", "image_std"} <= set(processor):
-            raise ValueError("it has no image_mean and image_std")
+            raise ValueError("it must contain image_mean and image_std")
         mean, std = (tuple(processor.get(f"image_{name}", (0.5, 0.5, 0.5))) for name in ("mean", "std"))
     return DataConfig(
         mean=mean, std=std, interpolation=_PIL_FILTERS[processor.get("resample", 2 if is_vit else 3)],
