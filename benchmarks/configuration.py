@@ -152,8 +152,12 @@ def make_configuration(
     numbers = max(2 * math.prod(m.shape) + width for m, width in zip(found, widths))
     per_image, available = numbers * min(DTYPES[name].itemsize for name in names), memory_bytes(where)
     if not search and available is not None and max(sizes) * per_image > available:
+        most = available // per_image
+        rule = (
+            f"the batch size must be at most {most:,}, got {max(sizes)}" if most else "one image must fit into memory"
+        )
         raise ValueError(
-            f"the batch size must be at most {available // per_image:,}, got {max(sizes)}: it needs at least "
+            f"{rule}: it needs at least "
             f"{max(sizes) * per_image / 2**30:,.0f} GiB, but {where} has {available / 2**30:,.0f} GiB"
         )
     protocol = protocol or (LATENCY if latency else PROTOCOLS[kind])

@@ -49,7 +49,6 @@ from .runtime.runner import open_session
 
 BATCH = "batch"
 PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20  # bytes of weights in one file: protobuf's 2 GiB, minus room for the graph
-logging.getLogger("onnxscript.optimizer").setLevel(logging.ERROR)  # it warns of each node that it does not fold
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -182,8 +181,7 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
             block.vit_fast_exported = ExportedBlock(parts, options)
             block.ready, block.is_idle = lambda parts=parts: parts, lambda: False
             block.run_as_block = block.vit_fast_exported.run_as_block
-    quiet = contextlib.redirect_stdout(io.StringIO())  # torch 2.11 prints what it exports
-    with vit.exporting("sdpa", options.dynamic_size), torch.no_grad(), quiet, warnings.catch_warnings(action="ignore"):
+    with vit.exporting("sdpa", options.dynamic_size), _quiet(), torch.no_grad():
         model = _to_onnx(_Exported(vit, options).eval(), vit, options)
     if (written := model.opset_imports.get("")) != options.opset:  # its converter cannot lower the newest opsets
         raise UnsupportedInputError(f"opset {options.opset}", [f"torch wrote opset {written} instead"])
@@ -223,6 +221,19 @@ def _to_onnx(module: nn.Module, vit: ImageModel, options: ExportOptions) -> ir.M
         raise UnsupportedInputError(f"export of {vit.name}", [reason]) from error
     model: ir.Model = program.model
     return model
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides what torch 2.11 prints, deprecation warnings, and a warning for each node that onnxscript does not fold."""
+    logger = logging.getLogger("onnxscript.optimizer")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def optimize(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[Fusion]:

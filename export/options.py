@@ -37,7 +37,7 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         for name, choices in (("target", Target), ("precision", Precision), ("output", Output)):
-            check_choice({"output": "output (--returns)"}.get(name, name), getattr(self, name), get_args(choices))
+            check_choice(name, getattr(self, name), get_args(choices))
         for name in ("dynamic_batch", "dynamic_size", "preprocess"):
             check_type(name, getattr(self, name), bool)
         check_type("external_data", self.external_data, bool, type(None))

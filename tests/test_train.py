@@ -135,7 +135,7 @@ def test_losses_of_32_steps_match_eager() -> None:
     # the loss jumps from step 10 on; rounding decides when, by torch's version
     difference = (other - eager).abs()
     assert difference[:9].max() <= 2e-5 and difference.max() <= 5e-4
-    difference = (_losses_of_32_steps(dtype="bf16") - eager).abs()
+    difference = (_losses_of_32_steps(dtype="bf16") - eager).abs()  # in the first nine steps, 0.0051 with torch 2.11
     assert 0 < difference[:9].max() <= 1e-2 and difference[-8:].max() <= 5e-2
 
 

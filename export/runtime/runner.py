@@ -170,9 +170,9 @@ class OnnxRunner:
         if image_hw is not None:
             self.image_hw, fixed = pair("image_hw", image_hw), signature.shape[2:]
             if self.takes_pixels:
-                raise ValueError(f"the image size must be absent, as the file resizes images, got {image_hw!r}")
+                raise ValueError(f"image_hw must be None, because the file resizes images itself, got {image_hw!r}")
             if any(n is not None and n != side for n, side in zip(fixed, self.image_hw)):
-                raise ValueError(f"the image size must be {fixed} like the file's input, got {image_hw!r}")
+                raise ValueError(f"image_hw must be {fixed} like the file's input, got {image_hw!r}")
         if cuda_graph and kind not in ("auto", "cuda"):
             raise UnsupportedInputError("cuda_graph=True", [f"the device must be cuda, got {kind}"])
         options: dict[str, Any] = {"threads": threads, "optimize": optimize, "fp8": self.info.fp8}

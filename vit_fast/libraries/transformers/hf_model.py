@@ -206,6 +206,8 @@ def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
     size, crops = processor.get("size", 224), bool(processor.get("do_center_crop", False))
     if isinstance(size, Mapping):
         squashes = "height" in size
+        if not squashes and "shortest_edge" not in size:
+            raise ValueError(f"size must contain height and width, or shortest_edge, got {', '.join(size)}")
         resized = size["height"] if squashes else size["shortest_edge"]
         if squashes and size["height"] != size["width"]:
             raise ValueError(f"it resizes to {size['height']}x{size['width']}, not a square")
@@ -224,9 +226,12 @@ def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
         if not is_vit and not {"image_mean", "image_std"} <= set(processor):
             raise ValueError("it must contain image_mean and image_std")
         mean, std = (tuple(processor.get(f"image_{name}", (0.5, 0.5, 0.5))) for name in ("mean", "std"))
+    resample = processor.get("resample", 2 if is_vit else 3)
+    if resample not in _PIL_FILTERS:
+        raise ValueError(f"resample must be one of {_PIL_FILTERS}, got {resample!r}")
     return DataConfig(
-        mean=mean, std=std, interpolation=_PIL_FILTERS[processor.get("resample", 2 if is_vit else 3)],
-        crop_pct=crop_pct, crop_mode="squash" if squashes else "center",
+        mean=mean, std=std, interpolation=_PIL_FILTERS[resample], crop_pct=crop_pct,
+        crop_mode="squash" if squashes else "center",
     )  # fmt: skip
 
 
