@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -186,8 +187,9 @@ def _build_optimized(candidate: Candidate, group: Group) -> Function:
     decisive = {name: part for name, part in key.items() if part is not None and name != "request"}
     found = next((one for one in cache.find(decisive) if one.candidate.precision == candidate.precision), None)
     if found is None:
-        allowed = "" if candidate.precision is None else f" --allow {candidate.precision}"
-        command = f"vit-fast optimize {group.model.name} --batch {group.batch_size}{allowed}"
+        words = ["vit-fast", "optimize", group.model.source or group.model.name, "--batch", str(group.batch_size)]
+        words += [] if group.model.config is None else ["--img-size", "x".join(map(str, group.model.image_hw))]
+        command = shlex.join(words + (["--allow", candidate.precision] if candidate.precision else []))
         raise UnsupportedInputError("optimized", [f"the cache contains no result for this model: run {command}"])
     with torch.no_grad():
         return build_candidate(found.candidate, module, example, module(example), ())

@@ -115,6 +115,8 @@ def closing(record: Record) -> str:
             is_ranked &= own["verdict"] != UNKNOWN
         if fastest["task"] == "inference":
             next_command = f"vit-fast optimize {fastest['model']} --batch {fastest['batch']}"
+            if record["configuration"].get("img_size"):
+                next_command += f" --img-size {'x'.join(map(str, fastest['img_size']))}"
     if not is_ranked:
         next_command = f"on a quiet machine, {command(record)}"
     text = "best of vit-fast relative to the best peer: " if any(row["best_peer"] for row in record["rows"]) else ""

@@ -113,7 +113,7 @@ def test_bench_measures_the_cached_result(only) -> None:
     record = runner.run(plan(*candidates, batch_sizes=(2,)))
     _, *found = rows_by_candidate(record).values()
     assert [row["status"] for row in found] == ["unsupported"] * 2
-    assert "run vit-fast optimize vit_test --batch 2 --allow bf16" in found[1]["reason"]
+    assert "run vit-fast optimize vit_test --batch 2 --img-size 32x32 --allow bf16" in found[1]["reason"]
 
     for choice, allow in ((FUSED, ()), (Candidate(precision="bf16"), BF16)):
         only(choice)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import multiprocessing.context
 import os
 import signal
 from collections.abc import Iterator
@@ -80,8 +81,14 @@ def _check(model: VisionTransformer, folder: Path, out: Path) -> None:
     assert not out.with_name("out.parquet.parts").exists()
 
 
-@pytest.mark.parametrize(("workers", "calibrated"), [(0, True), (2, False)])
-def test_file_contains_the_models_outputs(model: Any, folder: Path, out: Path, workers: int, calibrated: bool) -> None:
+@pytest.mark.parametrize(("workers", "calibrated"), [(0, True), (1, False)])
+def test_file_contains_the_models_outputs(
+    model: Any, folder: Path, out: Path, workers: int, calibrated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # workers do not inherit memory, as with Python 3.14
+    monkeypatch.setattr(
+        multiprocessing.context._default_context, "_actual_context", multiprocessing.get_context("spawn")
+    )
     if calibrated:  # adds 0-dimensional scales to the weights
         calibrate(model, torch.randn(4, 3, *model.config.image_hw))
     done = _predict(model, folder, out, workers=workers)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -75,15 +77,7 @@ def rows(
     parameter = next(model.parameters())
     transform = make_transform(model.data_config, model.config.image_hw, model.config.in_chans)
 
-    def read(paths: Sequence[Path]) -> tuple[Sequence[Path], Tensor, list[str]]:
-        images, errors = torch.zeros(len(paths), model.config.in_chans, *model.config.image_hw), [""] * len(paths)
-        for i, path in enumerate(paths):
-            try:
-                images[i] = transform(read_image(path))
-            except ImageError as error:
-                errors[i] = str(error)
-        return paths, images, errors
-
+    read = partial(_read, transform=transform, shape=(model.config.in_chans, *model.config.image_hw))
     dataset: Any = files
     for paths, images, errors in batches_of(DataLoader(dataset, BATCH_SIZE, num_workers=workers, collate_fn=read)):
         tokens = model.forward_features(images.to(parameter.device, parameter.dtype))
@@ -102,6 +96,18 @@ def rows(
                 "probability": float(probabilities[best]), "probabilities": probabilities,
                 "embedding": embedding.numpy(),
             }  # fmt: skip
+
+
+def _read(
+    paths: Sequence[Path], transform: Callable[[Image], Tensor], shape: Sequence[int]
+) -> tuple[Sequence[Path], Tensor, list[str]]:
+    images, errors = torch.zeros(len(paths), *shape), [""] * len(paths)
+    for i, path in enumerate(paths):
+        try:
+            images[i] = transform(read_image(path))
+        except ImageError as error:
+            errors[i] = str(error)
+    return paths, images, errors
 
 
 def labeled_images(folder: Path, classes: int, class_names: Sequence[str] | None) -> list[tuple[Path, int]]:

@@ -8,6 +8,7 @@ import signal
 import struct
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,30 +130,29 @@ def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -
     mean, std = (
         torch.tensor(per_channel(each, in_chans)).view(-1, 1, 1) for each in (data_config.mean, data_config.std)
     )
+    # a partial function, so that data loaders can send it to processes that spawn starts
+    return partial(_transform, data_config=data_config, image_hw=image_hw, mean=mean, std=std)
+
+
+def _transform(image: Image.Image, data_config: DataConfig, image_hw: Size, mean: Tensor, std: Tensor) -> Tensor:
+    image, in_chans = image.convert("L" if len(mean) == 1 else "RGB"), len(mean)
     height, width = image_hw
-    scaled_hw = math.floor(height / data_config.crop_pct), math.floor(width / data_config.crop_pct)
-    resample = Image.Resampling[data_config.interpolation.upper()]
-
-    def transform(image: Image.Image) -> Tensor:
-        image = image.convert("L" if in_chans == 1 else "RGB")
-        hw = scaled_hw
-        if data_config.crop_mode != "squash":  # the smallest size that covers scaled_hw, rounded like timm
-            if hw[0] == hw[1]:
-                short = min(image.size)
-                hw = hw[0] * image.height // short, hw[0] * image.width // short
-            else:
-                ratio = min(image.height / hw[0], image.width / hw[1])
-                hw = round(image.height / ratio), round(image.width / ratio)
-        if hw[0] * hw[1] > (Image.MAX_IMAGE_PIXELS or math.inf):
-            size, resized = f"{image.height}x{image.width}", f"{hw[0]}x{hw[1]}"
-            raise ImageError(f"the aspect ratio of the image is too large: {size} would be resized to {resized}")
-        image = image.resize((hw[1], hw[0]), resample)
-        top, left = round((hw[0] - height) / 2.0), round((hw[1] - width) / 2.0)
-        image = image.crop((left, top, left + width, top + height))
-        pixels = torch.from_numpy(np.array(image, dtype=np.uint8)).reshape(height, width, in_chans).permute(2, 0, 1)
-        return (pixels.contiguous().float().div_(255) - mean) / std
-
-    return transform
+    hw = math.floor(height / data_config.crop_pct), math.floor(width / data_config.crop_pct)
+    if data_config.crop_mode != "squash":  # the smallest size that covers hw, rounded like timm
+        if hw[0] == hw[1]:
+            short = min(image.size)
+            hw = hw[0] * image.height // short, hw[0] * image.width // short
+        else:
+            ratio = min(image.height / hw[0], image.width / hw[1])
+            hw = round(image.height / ratio), round(image.width / ratio)
+    if hw[0] * hw[1] > (Image.MAX_IMAGE_PIXELS or math.inf):
+        size, resized = f"{image.height}x{image.width}", f"{hw[0]}x{hw[1]}"
+        raise ImageError(f"the aspect ratio of the image is too large: {size} would be resized to {resized}")
+    image = image.resize((hw[1], hw[0]), Image.Resampling[data_config.interpolation.upper()])
+    top, left = round((hw[0] - height) / 2.0), round((hw[1] - width) / 2.0)
+    image = image.crop((left, top, left + width, top + height))
+    pixels = torch.from_numpy(np.array(image, dtype=np.uint8)).reshape(height, width, in_chans).permute(2, 0, 1)
+    return (pixels.contiguous().float().div_(255) - mean) / std
 
 
 def per_channel(values: Sequence[float], in_chans: int) -> tuple[float, ...]:
