@@ -24,20 +24,20 @@ from vit_fast.libraries.known import packed_tower
 LIBRARIES = ("timm", "transformers")
 HEADER = """# Supported classes
 
-Look up what `vit_fast.fuse` does with each Vision Transformer class of timm and transformers. Tested with
-{versions}. The last column contains:
+These tables list what `vit_fast.fuse` does with each Vision Transformer class, tested with
+{versions}. The column "outcome" contains:
 
 - **fused**: `fuse` replaces all attention and all norm + MLP modules.
-- **partly**: `fuse` replaces some of these modules. The reasons for the others follow.
-- **skipped**: `fuse` replaces none of these modules. The reasons follow.
+- **partly**: `fuse` replaces some of these modules. The table contains the reasons for skipping the rest.
+- **skipped**: `fuse` replaces none of these modules. The table contains the reasons.
 - **not checked**: The class needs a package that was not installed.
-- **token budgets**: `GraphRunner(tower, budgets=...)` captures the class for [images of any size](howto/towers.md).
-- **token budgets, one size**: `GraphRunner(tower, budgets=...)` captures the class for images of one size.
+- **token budgets**: `GraphRunner(tower, budgets=...)` runs CUDA graphs for [images of any size](howto/towers.md).
+- **token budgets, one size**: `GraphRunner(tower, budgets=...)` runs CUDA graphs for images of one size.
 
-`GraphRunner(model, example)` captures all other fused classes, except those that read masks or image sizes on the host.
+For most other fused classes, `GraphRunner(model, example)` runs CUDA graphs for images of one size.
 
-Each timm class is tested with the named model, each transformers class with its default configuration. Of transformers,
-only vision towers are tested, not models with a task head. `make classes` writes this page.
+Each timm class is tested with the named model, each transformers class with its default configuration. Models of
+transformers with a task head are not tested. `make classes` writes this page.
 """
 CONVOLUTIONAL = {"byobnet", "byoanet", "resnest", "sknet", "cpubone", "lowformer", "mobilenetv5"}  # modules of timm
 # classes of transformers: parts of models, heads, and models that contain a tower; TOWERS are towers in spite of this
@@ -93,7 +93,7 @@ def timm_rows() -> Iterator[str]:
             if found is not None:
                 tested.setdefault((cls, found), []).append(name)
             if all(text.startswith("skipped:") for _, text in tested):
-                break  # the others of this class are skipped for the same reason
+                break  # other models of this class would be skipped too
         for (cls, found), alike in tested.items():
             more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
             yield row(where, cls, alike[0] + more, found)
