@@ -1,22 +1,23 @@
-"""LayerNorm folded into the linear layer that follows it.
+"""LayerNorm folded into the linear layer that follows.
 
-Let gamma and beta be the parameters of the LayerNorm, W [F, C] and b those of the linear layer, and x a row. Then:
+The LayerNorm has the weight gamma and the bias beta, the linear layer the weight W [F, C] and the bias b [F]. Let mean
+and rstd be the mean and the reciprocal standard deviation of an input row x [C]. Then:
 
     W'' = W diag(gamma) - rowmean(W diag(gamma)), rounded to the dtype of the matmul
-    s   = rowsum(W''), 0 except for rounding errors
+    s   = rowsum(W''), zero except for rounding errors
     c   = W beta + b
-    z   = rstd (x W''^T - mean s) + c = LayerNorm(x) W^T + b, with mean and rstd of x
+    z   = rstd (x W''^T - mean s) + c = LayerNorm(x) W^T + b
 
-So the matmul reads x itself (fp32 x: see `layer_norm.py`), and the epilogue needs only mean and rstd of each row. s
-corrects the rounding of W'': without s, the relative error in bf16 would be 16 % for rows whose mean is 100 times the
-standard deviation. RMSNorm subtracts no mean. So for RMSNorm, W'' = W diag(gamma), and z needs no s.
+The matmul therefore reads x directly, and its epilogue computes z. For fp32 x, see `layer_norm.py`. s corrects the
+rounding errors of W''. Without s, the relative error of z in bf16 would be 16 % if the mean is 100 times the standard
+deviation. For RMSNorm, W'' = W diag(gamma) and z = rstd x W''^T + c.
 
-One kernel folds up to two layers, usually qkv and fc1, which follow LayerNorms. The kernel also permutes rows of W:
+One launch folds up to two layers, usually qkv and fc1, and permutes rows of W in two cases:
 
-- In gated layers act(g) u, row 2j of W'' comes from row j of the weight of g, and row 2j + 1 from row j of the weight
-  of u. So each output tile of the matmul contains g and u.
-- If the epilogue rotates pairs of channels j and j + D/2 of the heads of q and k (D is head_dim), the two channels
-  become adjacent. q k^T does not depend on the order of channels.
+- Gated layers act(g) u: rows 2j and 2j + 1 of W'' come from row j of the weight of g and row j of the weight of u. Each
+  output tile of the matmul then contains g and u.
+- Rotary embeddings of channels j and j + D/2 in each head of q and k (D is head_dim): the channels of a pair become
+  adjacent. q k^T stays the same, because q and k are permuted equally.
 
 Source: vit-fast's own derivation, checked in fp64 by the tests.
 """
@@ -40,7 +41,7 @@ from ..layer_norm import chunk, load_chunk, load_columns, store_chunk
 def row_pointers(pointer, gate_ptr, rows, C, F=0, HEAD: tl.constexpr = 0):
     """Returns pointers to the rows of the weight or gate that become `rows` of W''.
 
-    HEAD: head_dim if the rows of q and k (the first two thirds of F rows) are permuted; else 0.
+    HEAD: head_dim if the rows of q and k, the first two thirds of F rows, are permuted; else 0.
     """
     if HEAD:
         place = rows % HEAD
@@ -108,20 +109,16 @@ def _fold_kernel(
 
 @dataclass(frozen=True)
 class NormedLinear:
-    """A linear layer, weight [F, C] and bias [F], and the LayerNorm before it.
+    """A linear layer and the LayerNorm before it."""
 
-    `rope_head` is head_dim D if channels j and j + D/2 of q and k become adjacent, else 0. Only the first of two layers
-    that are folded together may set it.
-    """
-
-    weight: Tensor
+    weight: Tensor  # [F, C]; with a gate, [F / 2, C]
     bias: Tensor | None
     gamma: Tensor | None  # weight of the LayerNorm [C]; None means ones
-    beta: Tensor | None
+    beta: Tensor | None  # bias of the LayerNorm [C]; None means zeros
     rms: bool = False  # the norm is an RMSNorm
     gate: Tensor | None = None  # weight of g in act(g) u; `weight` is then the weight of u
     gate_bias: Tensor | None = None
-    rope_head: int = 0
+    rope_head: int = 0  # head_dim if rows of q and k are permuted, else 0; must be 0 for the second layer of a launch
 
     @property
     def rows(self) -> int:
@@ -134,16 +131,16 @@ class NormedLinear:
 
 @dataclass(frozen=True)
 class FoldedLinear:
-    """A linear layer with the preceding LayerNorm folded in."""
+    """A linear layer with the LayerNorm before it folded in."""
 
     weight: Tensor  # W'' [F, C] in the dtype of the matmul; F includes the rows of the gate
     weight_sum: Tensor | None  # s, fp32 [F]; None for RMSNorm
     shift: Tensor  # c, fp32 [F]
-    scale: Tensor | None = None  # scales of a weight in e4m3, fp32 [F]; None for other dtypes
+    scale: Tensor | None = None  # row scales of an e4m3 weight, fp32 [F]; None for other dtypes
 
 
 def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[FoldedLinear]:
-    """Folds LayerNorms into the linear layers that follow, for matmuls in `dtype`. A launch folds up to two layers."""
+    """Folds the LayerNorms into the linear layers, with weights in `dtype`. Each launch folds up to two layers."""
     folded = []
     dense = [linear.contiguous() for linear in linears]
     for linear in dense:

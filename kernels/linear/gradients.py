@@ -1,31 +1,31 @@
 """Backward of linear layers after a LayerNorm or before a residual: the formulas, and the backward of the LayerNorm.
 
-After a LayerNorm, z = n W''^T + c = LayerNorm(x) W^T + b, where n = (x - mean) rstd (W'' and c: `folding.py`). Let dz
-be the gradient of z, g = dz W'' the gradient of n, and U = dz^T n. m indexes tokens, j columns of x, f columns of z:
+After a LayerNorm, z = n W''^T + c = LayerNorm(x) W^T + b with n = (x - mean) rstd. `folding.py` defines W'' and c. Let
+dz be the gradient of z, g = dz W'' the gradient of n, and U = dz^T n. m indexes tokens, j columns of x, f columns of z:
 
-    dx     = rstd (g - mean_j(g) - n mean_j(g n)); for RMSNorm, mean_j(g) is omitted
+    dx     = rstd (g - mean_j(g) - n mean_j(g n)); for RMSNorm, without mean_j(g)
     dW     = U diag(gamma) + (sum_m dz) beta^T
     dgamma = sum_f U W
     dbeta  = sum_f (sum_m dz) W
     db     = sum_m dz
 
-For a LayerNorm, mean_j(g) is 0 except for rounding errors, because the rows of W'' sum to 0. C * mean_j(g n) equals
-sum_f(dz (z - c)). There are two ways to compute dx:
-- If dz is an input (qkv), `_layer_norm_grad_kernel` computes dx from dz W and x. Its g = (dz W) gamma differs from
-  dz W'' by a constant per row, which cancels in dx. The kernel also writes n, unless x was already normalized.
-- If a matmul computes dz (fc1, before an activation), its epilogue sums dz (z - c) and stores dz~ = rstd dz. Another
-  matmul computes dx. U = dz~^T x - sum_m(dz~ * mean), where the sum, a vector [F], is subtracted from every column.
+For a LayerNorm, mean_j(g) is zero except for rounding errors, because each row of W'' sums to 0. mean_j(g n) equals
+sum_f(dz (z - c)) / C. dx is computed in one of two ways:
 
-Before a residual, y = r + ls (h W^T + b), with LayerScale ls. Let dy be the gradient of y, V = dy^T h, f columns of h:
+- qkv: `_layer_norm_grad_kernel` computes dx from dz W and x, with (dz W) gamma in place of g. (dz W) gamma differs from
+  g by a constant per row, which cancels in dx. The kernel also writes n, which U needs.
+- fc1: a matmul computes dz. Its epilogue sums dz (z - c) over f, and stores dz~ = rstd dz. The next matmul computes dx.
+  U is dz~^T x - sum_m(dz~ * mean), where the sum, a vector [F], is subtracted from every column.
+
+Before a residual, y = r + ls (h W^T + b) with residual r and LayerScale ls. dy is the gradient of y, V = dy^T h, and f
+indexes columns of h:
 
     dW  = diag(ls) V
     dls = sum_f V W + b sum_m dy
     db  = ls sum_m dy
 
-So the branch h W^T + b is neither saved nor recomputed.
-
-The sums over m need no extra launch: matmul epilogues or extra programs of other kernels write partial sums. A later
-kernel adds the partial sums in order. `weight_gradients.py` computes the gradients of the parameters.
+Sums over m need no extra launch: matmul epilogues and extra programs of other kernels write partial sums.
+`weight_gradients.py` adds the partial sums in order, and computes the gradients of the parameters.
 
 Source: differentiation of the formulas above.
 """
@@ -49,7 +49,7 @@ _AT_ONCE = tl.constexpr(64)  # parts that are loaded at once
 
 @triton.jit
 def sum_rows(tile):
-    """Returns the column sums of a tile [rows, 32 or 128], for four warps. tl.sum would cause bank conflicts.
+    """Returns the column sums of a tile [rows, 32 or 128]; made for four warps, without the bank conflicts of tl.sum.
 
     Each thread first sums its own rows of four columns. Only these sums pass through shared memory.
     """
@@ -72,7 +72,7 @@ def column_sum_programs(M, N):
 
 @triton.jit
 def store_column_sums(source_ptr, part_ptr, program, M, N):
-    """Stores one tile of `part`, fp32 [M / SUM_ROWS, N], the partial sums of `source` [M, N] over rows."""
+    """Stores a tile of the partial sums, fp32 [M / SUM_ROWS, N], of `source` [M, N] over rows."""
     tiles = tl.cdiv(N, _SUM_COLS)
     part = program // tiles
     col = program % tiles * _SUM_COLS
@@ -91,16 +91,16 @@ def new_column_sums(source: Tensor) -> Tensor:
 
 
 def column_sum_tiles(source: Tensor) -> int:
-    """Returns the same as `column_sum_programs`, on the host."""
+    """Returns the number of programs of `store_column_sums`, on the host."""
     M, N = source.shape
     return ceil_div(M, SUM_ROWS) * ceil_div(N, _SUM_COLS.value)
 
 
 @triton.jit
 def add_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
-    """Returns a tile. Its column sums are COLS columns, from `col` on, of the sum of `parts` fp32 vectors [N].
+    """Adds columns [col, col + COLS) of `parts` fp32 vectors [N], which start `stride` elements apart.
 
-    They are `stride` elements apart. The caller reduces the tile, so that each thread first adds up its own values.
+    Returns a tile [64, COLS], which the caller must sum over axis 0.
     """
     cols = col + tl.arange(0, COLS)
     total = tl.zeros((_AT_ONCE, COLS), tl.float32)
@@ -118,9 +118,9 @@ def _layer_norm_grad_kernel(
     gamma_ptr,  # [C] or None
     source_ptr,  # [M, C] x; n if mean_ptr is None
     mean_ptr,  # fp32 [M], or None if x was normalized before the matmul
-    rstd_ptr,  # fp32 [M]; negative for a constant row, unless mean_ptr is None
+    rstd_ptr,  # fp32 [M]; negative for a constant row (layer_norm.py)
     residual_ptr,  # [M, C] or None
-    out_ptr,  # output: dx, plus the residual if there is one, [M, C]
+    out_ptr,  # output: [residual +] dx, [M, C]
     normalized_ptr,  # output: [M, C] n; None if mean_ptr is None
     summed_ptr,  # [M, F] dz
     sum_part_ptr,  # output: fp32 [M / SUM_ROWS, F], partial sums of dz over M

@@ -1,18 +1,19 @@
-"""Norm between the hidden layer of an MLP and its second linear layer, as in EVA-02: forward and backward.
+"""Norm between the hidden layer of an MLP and its second linear layer fc2, as in EVA-02: forward and backward.
 
-The norm is folded into the second layer, like the LayerNorm into the first layer (`folding.py`). In half precision, the
-second matmul reads the hidden layer h [M, F] itself; the first matmul or an extra kernel writes statistics of h.
+The norm is folded into fc2, like the LayerNorm before fc1 into fc1 (`folding.py`). In half precision, the fc2 matmul
+reads the hidden layer h [M, F] directly. The fc1 matmul or an extra kernel writes the statistics of h.
 
-Let h^ = (h - mean) rstd, y' = h^ W''^T + c (W'' [C, F] and c [C]: `folding.py`), and y = r + ls y' with residual r and
-LayerScale ls. Let dy be the gradient of y, and g = (ls dy) W'' the gradient of h^. Then:
+Let h^ = (h - mean) rstd be the normalized h, and y' = h^ W''^T + c the output of fc2, with W'' [C, F] and c [C] of
+`folding.py`. The MLP returns y = r + ls y' with residual r and LayerScale ls. Let dy be the gradient of y, and
+g = (ls dy) W'' the gradient of h^:
 
     dh    = rstd (g - h^ * along)
-    along = sum_F(g h^) / F = sum_C(ls dy (y' - c)) / F
+    along = sum_F(g h^) / F = sum_C(ls dy (y' - c)) / F, one number per token
 
-dh omits the mean of g over F (LayerNorm: 0 except for rounding errors). `along` needs no g: the forward saves
-y' - c [M, C], and `_along_kernel` reads y' - c and dy, which are narrower than h. This kernel also sums dy over M for
-the gradients of beta and bias. The "activation_grad" or "gated_grad" matmul computes g and dh, and stores h^ instead of
-h. With dz = ls dy and n = h^, the formulas of `gradients.py` give the gradients of W, gamma, beta and bias.
+dh omits the mean of g over F, which for a LayerNorm is zero except for rounding errors. The forward stores y' - c.
+`_along_kernel` computes `along` from y' - c and dy. The kernel also sums dy over M for the gradients of beta and bias.
+The "activation_grad" or "gated_grad" matmul then computes g and dh, and stores h^ instead of h. With dz = ls dy and
+n = h^, the formulas of `gradients.py` give the gradients of W, gamma, beta and bias.
 
 Source: differentiation of the formulas above.
 """
@@ -36,10 +37,10 @@ def hidden_linear_residual(
     h: Tensor, part: Tensor | None, folded: FoldedLinear, eps: float, scale: Tensor | None, residual: Tensor | None,
     out_part: Tensor | None, dtype: torch.dtype, training: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """Returns [residual +] scale (norm(h) W^T + b) [M, C] in `dtype`, and two tensors for the backward.
+    """Returns [residual +] scale (norm(h) W^T + b) [M, C] in `dtype`, and for the backward y' - c and statistics of h.
 
-    The first is y' - c [M, C] in `dtype`, or None without `training`. The second, fp32 [2, M], is mean and rstd of h,
-    valid only with `training`. In half precision, a negative rstd marks a constant row (`layer_norm.py`).
+    y' - c is [M, C] in `dtype`, or None without `training`. The statistics are mean and rstd of h, fp32 [2, M], valid
+    only with `training`. In half precision, a negative rstd marks a constant row (`layer_norm.py`).
 
     Args:
         part: LayerNorm statistics of h [M, F]; None for fp32 h, which an extra kernel normalizes.

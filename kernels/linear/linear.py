@@ -2,7 +2,8 @@
 
 Forward: `layer_norm_linear` (LayerNorm, linear, activation) and `linear_residual` (linear, LayerScale, residual).
 Backward: `matmul_gradient` and `gradients.layer_norm_gradient` for attention, `activation_gradient` and
-`input_gradient` for the MLP, then `weight_matmuls.py` and `weight_gradients.py`. All tensors must be contiguous.
+`input_gradient` for the MLP, `weight_matmuls.py` and `weight_gradients.py` for the parameters. All matrices must be
+contiguous.
 """
 
 from __future__ import annotations
@@ -65,13 +66,13 @@ def linear_residual(
     statistics: bool = False, dtype: torch.dtype | None = None, out8: Tensor | None = None,
     out_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Returns [residual +] scale (h W^T + b) [M, C], and its LayerNorm statistics (`row_parts.py`) or None.
+    """Returns y = [residual +] scale (h W^T + b) [M, C], and the LayerNorm statistics of y (`row_parts.py`) or None.
 
     Args:
-        residual: [M, C], fp32 or half precision; the result has the dtype of the residual.
-        statistics: Also return LayerNorm statistics; only for half-precision results.
-        dtype: Dtype of the result if there is no residual; None means the dtype of h.
-        out8: Output: the result in e4m3 [M, C].
+        residual: [M, C], fp32 or half precision; y has the dtype of the residual.
+        statistics: Also return LayerNorm statistics; y must be half precision.
+        dtype: Dtype of y if there is no residual; None means the dtype of h.
+        out8: Output: y in e4m3 [M, C].
         out_scale: Reciprocal scales of out8, fp32 [C].
     """
     M, C = h.shape[0], weight.shape[0]
@@ -101,16 +102,17 @@ def activation_gradient(
     grad: Tensor, scaled: ScaledWeight, z: Tensor, x: NormInput, folded: FoldedLinear, activation: str,
     gated: bool = False, hidden: Tensor | None = None, along: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns dz~, row_part, column_part and h, where z is fc1's output and h = act(z), or act(g) u if gated.
+    """Backward of fc2 and the activation: returns dz~, row_part, column_part and h.
 
-    dz~ is rstd dz in the shape and dtype of z, but dz itself for constant rows of x, and if `x.source` is already
-    normalized (fp32 x). row_part, fp32 [M, parts], contains partial sums of dz (z - c) over the columns of z (c:
-    `folding.py`). column_part, fp32 [parts of M, 2, columns of z], contains partial sums over M: of dz at index 0, of
-    dz~ * mean at index 1, where mean is the mean of the row of x.
+    z is the output of fc1, and h = act(z), or act(g) u if gated. Let mean and rstd be the statistics of the rows of x.
 
-    `grad` is dy [M, C], the gradient of the MLP's output after LayerScale. `scaled` is diag(LayerScale) W2 [C, F]. If a
-    norm follows h, W2 is the W'' of fc2. Also pass `hidden` (mean and rstd of h, fp32 [2, M]) and `along` (fp32 [M],
-    see `hidden_norm.py`). The last result is then h^, the normalized h.
+    - dz~ has shape and dtype of z. dz~ is rstd dz; for fp32 x and constant rows, dz~ is dz.
+    - row_part, fp32 [M, parts], contains partial sums of dz (z - c) over the columns of z. c: `folding.py`.
+    - column_part, fp32 [parts of M, 2, columns of z], contains partial sums over M of dz and of dz~ * mean.
+
+    `grad` is dy [M, C], the gradient of the MLP's output after LayerScale. `scaled` is diag(LayerScale) W2 [C, F] with
+    the weight W2 of fc2. If a norm of h follows (`hidden_norm.py`), W2 is the folded weight, and the last result is the
+    normalized h. Then also pass `hidden` (mean and rstd of h, fp32 [2, M]) and `along` (fp32 [M]).
     """
     (M, width), F = z.shape, scaled.weight.shape[1]
     out, h = torch.empty_like(z), z.new_empty((M, F))
@@ -130,10 +132,9 @@ def activation_gradient(
 def input_gradient(
     scaled: Tensor, row_part: Tensor, x: NormInput, folded: FoldedLinear, residual: Tensor | None, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns [residual +] dx [M, C] twice: in the dtype of x, and if `rounded`, in the dtype of the matmuls.
+    """Returns [residual +] dx [M, C] in the dtype of x, and if `rounded`, a copy in the dtype of the matmuls.
 
-    If not `rounded`, or if the dtypes are equal, both results are the same tensor. `scaled` (dz~) and `row_part` are
-    the first two results of `activation_gradient`.
+    Without a copy, both results are the same tensor. `scaled` (dz~) and `row_part` are from `activation_gradient`.
     """
     out = torch.empty_like(x.source, dtype=x.input_dtype)
     narrow = torch.empty_like(x.source) if rounded and out.dtype != x.source.dtype else None
@@ -146,7 +147,7 @@ def input_gradient(
 
 
 def matmul_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
-    """Returns dh = dy diag(LayerScale) W [M, F], the gradient of the input h of qkv or proj; `grad` is dy."""
+    """Returns grad diag(LayerScale) W, the gradient of the input of qkv or proj. LayerScale may be absent."""
     out = torch.empty(grad.shape[0], scaled.weight.shape[1], dtype=grad.dtype, device=grad.device)
     run_matmul(Operands(grad, scaled.weight, out, scale=scaled.factor), "residual")
     return out

@@ -2,9 +2,9 @@
 
     W~ = diag(ls) W / f, rounded to the dtype
 
-f is 1 except in fp16 with LayerScale. With f = 1, an ls of 1e-5 (CaiT, DINOv2) would make W~ underflow, which loss
-scaling does not prevent. So f is the largest |ls|, rounded down to a power of two. The matmul's epilogue multiplies by
-f. One kernel converts up to three weights. Weights that need no conversion are used without a copy.
+In fp16, f is the largest |ls|, rounded down to a power of two. Without f, an ls of 1e-5 (CaiT, DINOv2) would make W~
+underflow, which loss scaling does not prevent. The matmul's epilogue multiplies by f. In other dtypes and without
+LayerScale, f is 1. One launch converts up to three weights. Weights that need no conversion are used without a copy.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ScaledWeight:
 
 
 def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.dtype) -> list[ScaledWeight]:
-    """Returns W~ in `dtype` and f for each pair of W [F, C] and LayerScale ls [F]; W~ is W if ls is None."""
+    """Returns W~ in `dtype` and f for each pair of W [F, C] and LayerScale ls, [F] or None."""
     made: list[ScaledWeight] = []
     todo: list[tuple[Any, ...]] = []
     for weight, scale in pairs:

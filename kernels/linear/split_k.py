@@ -1,10 +1,10 @@
-"""Split-K for "residual" matmuls: sums the parts of the "partial" epilogue, and applies the "residual" epilogue.
+"""Split-K for matmuls with the "residual" epilogue: sums the parts that the "partial" epilogue (`matmul.py`) stores.
 
-    out = [residual +] [scale] (sum over parts + bias), with LayerNorm statistics if a LayerNorm follows
+    out = [residual +] [scale] (sum over parts + bias), and if a LayerNorm follows, the LayerNorm statistics of out
 
-With small batches, a matmul has too few tiles to fill a GPU. So several programs compute each tile, each over a part of
-K. The kernel of this file adds the parts in order, so results are deterministic. Each of its programs adds the parts of
-ROWS rows and one piece of 64 columns (`row_parts.py`).
+With small batches, a matmul has too few tiles to fill a GPU. Split-K divides a tile among several programs, which sum
+over parts of K. The kernel of this file adds the parts in order, so results are deterministic. Each of its programs
+computes ROWS rows of a piece of 64 columns (`row_parts.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..ptx import divided_columns, wait_for_previous
 from ..row_parts import PIECE, row_parts
 
 _ROWS = 16  # rows per program; few, because M is small
-_REGISTERS = 40  # per thread. 32 would spill on blackwell, and more occupancy is not needed, because the grid is small
+_REGISTERS = 40  # per thread; 32 would spill on blackwell
 _PIECE = tl.constexpr(PIECE)
 
 

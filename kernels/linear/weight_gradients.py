@@ -1,8 +1,8 @@
 """Gradients of the parameters of linear layers and norms, from the matmuls of `weight_matmuls.py`, in two launches.
 
-The kernels handle up to two linear layers after LayerNorms ("folded") and up to two before residuals. Formulas and
-symbols: `gradients.py`. The first kernel computes gradients of all weights, and of biases of layers after LayerNorms.
-It also stores partial sums, from which the second computes the gradients of gamma, beta, LayerScale and other biases.
+The kernels handle up to two linear layers after LayerNorms ("folded") and up to two before residuals. `gradients.py`
+defines the symbols. The first kernel computes the gradients of all weights, and of the biases of folded layers. It also
+stores partial sums, from which the second kernel computes the gradients of all other parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .gradients import (
 
 ROWS, COLS = 32, 128  # tile of a weight
 _VECTOR_COLS = 32  # columns per program of the second kernel
-_REGISTERS = 64  # per thread of the second kernel. 32 would spill, and the small grid needs no more occupancy
+_REGISTERS = 64  # per thread of the second kernel; 32 would spill
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _folded_tile(layer, program, splits, sums, ROWS: tl.constexpr, COLS: tl.cons
         F, C,
         part_ptr,  # fp32 [splits, F, C], partial sums of dz~^T x or of dz^T n
         sum_ptr,  # fp32 [sums, F], partial sums of dz over M
-        shift_ptr,  # partial sums of dz~ * mean, or None; if given, a slice of [sums, 2, F] like sum_ptr
+        shift_ptr,  # partial sums of dz~ * mean, or None. If given, sum_ptr and shift_ptr point into [sums, 2, F]
         weight_ptr, gate_ptr,  # [F, C] and None; with a gate, [F / 2, C] each
         gamma_ptr, beta_ptr,  # [C] or None
         out_ptr, gate_out_ptr,  # output: dW, like the weights
@@ -125,7 +125,7 @@ def _tiles(layer, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["splits", "sums", "sums2", "M"])
 def _weight_grad_kernel(
-    # up to two layers of each kind, as in `_folded_tile` and `_residual_tile`; sizes are 0 if absent
+    # up to two layers of each kind, as in `_folded_tile` and `_residual_tile`; sizes of an absent layer are 0
     folded, residual, folded2, residual2,
     splits, sums, sums2, M,
     ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -269,7 +269,7 @@ def parameter_gradients(
     """Returns the gradients of up to two linear layers after LayerNorms and two before residuals.
 
     Each result has the attributes weight and bias; after a LayerNorm also gamma, beta, gate and gate_bias; before a
-    residual also scale. Absent ones are None. All layers must have the same M and number of splits.
+    residual also scale. The gradient of an absent parameter is None. All layers must have equal M and number of splits.
     """
     layers, branches = [*map(_folded_layer, folded)], [*map(_residual_layer, residual)]
     (_, layer, norm), (_, layer2, norm2) = [*layers, _NO_FOLDED, _NO_FOLDED][:2]

@@ -2,8 +2,9 @@
 
     part[split] = a^T b over one of `splits` parts of M, fp32
 
-A weight gradient has few output tiles, each a sum over M rows. Splitting this sum occupies all multiprocessors. If one
-kernel computes the four gradients of a block, fewer splits suffice. `weight_gradients.py` adds the parts in order.
+A weight gradient has few output tiles, and each tile is a sum over M. To occupy all multiprocessors, several programs
+share a tile: each sums over a part of M. If one launch computes the four gradients of a block, fewer parts suffice.
+`weight_gradients.py` adds the parts in order.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _store_parts(
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     TMA: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Computes the program's units (one split of a tile each) from `start` on; returns `start` for the next matmul."""
+    """Computes every unit of this program from `start` on; a unit is one split of a tile. Returns the next `start`."""
     a, b, out, P, Q = pair
     # Sizes are not specialized (see `matmul.py`); these lines tell the compiler that ALIGN divides P and Q.
     P = P // ALIGN * ALIGN

@@ -6,11 +6,11 @@
     "gated":             out = act(g) u, half as wide; columns 2j and 2j + 1 of z are g and u (`folding.py`)
     "residual":          out = [residual +] [scale] (acc + bias)
 
-If a norm of A's rows is folded into B, "residual" uses rstd (acc - mean weight_sum) in place of acc. In z, `scale`
-contains the scales of e4m3 weights. In "residual", `scale` is LayerScale. With e4m3 weights, it is LayerScale times
-their scales, and the caller has divided `bias` by these scales, because `scale` multiplies acc + bias.
+If a norm of A's rows is folded into B, "residual" uses rstd (acc - mean weight_sum) in place of acc. Norms of q and k
+read unrounded fp32 values. The two channels of a rotary pair are adjacent columns (`folding.py`).
 
-Norms of q and k read unrounded fp32 values. The two channels of a rotary pair are adjacent columns (`folding.py`).
+In z, `scale` contains the row scales of e4m3 weights. In "residual", `scale` is LayerScale; with e4m3 weights, it is
+LayerScale times the row scales. `scale` multiplies acc + bias, so the caller divides `bias` by the row scales.
 
 `where` is (row, column, M, N): start of a sub-tile, and size of A B. SHAPE is (rows, columns, TMA, stored dtype).
 """
@@ -32,7 +32,7 @@ def row_factors(
     row_part_ptr, mean_ptr, rstd_ptr, row, M, K, eps, first_column,
     ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (r, -r * mean) with r = max(rstd, 0), or (1, 0) without statistics. Stores mean and rstd if requested."""
+    """Returns (r, -r * mean) with r = max(rstd, 0), or (1, 0) without statistics. May store mean and rstd."""
     scale = tl.full((ROWS,), 1.0, tl.float32)
     shift = tl.zeros((ROWS,), tl.float32)
     if row_part_ptr is not None:
@@ -49,7 +49,7 @@ def row_factors(
 
 @triton.jit
 def normed(acc, weight_sum_ptr, scale_ptr, factors, where, COLS: tl.constexpr):
-    """Returns z - bias. factors: From `row_factors`. scale_ptr: Scales of e4m3 weights, or None."""
+    """Returns z - bias; `factors` are from `row_factors`."""
     col, N = where[1], where[3]
     cols = col + tl.arange(0, COLS)
     value = acc * factors[0][:, None]
@@ -96,7 +96,7 @@ def layer_norm_epilogue(
     acc, out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, factors, heads, where,
     SHAPE: tl.constexpr, HEADS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Stores z, if not None, and out; returns out in the stored dtype.
+    """Stores out, and z if z is not None. Returns out in the stored dtype.
 
     heads: (norm_weights, norm_biases, qk_eps, tables, tokens, prefix, image_rows) of `_matmul_kernel`.
     HEADS: (HEAD, NORM, HALVES, ROW_STEP, PAIR_STEP) of `_matmul_kernel`.
@@ -133,7 +133,7 @@ def layer_norm_epilogue(
 
 @triton.jit
 def residual_epilogue(acc, out, z, addend, bias_ptr, scale_ptr, where, SHAPE: tl.constexpr):
-    """Stores acc in z, if not None, and stores out; returns out in the stored dtype."""
+    """Stores out, and acc in z if z is not None. Returns out in the stored dtype."""
     row, col, M, N = where
     ROWS: tl.constexpr = SHAPE[0]
     COLS: tl.constexpr = SHAPE[1]

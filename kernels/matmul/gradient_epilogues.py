@@ -5,14 +5,15 @@
     "layer_norm_grad": out = [residual +] acc - (x - mean) * coefficient; h, if given, is a copy of out in A's dtype
                        coefficient = rstd^2 / N * sum(dz (z - bias))
 
-The first two also store partial sums: dz (z - bias) per row, dz per column, and out * mean per column. Exceptions:
+"activation_grad" and "gated_grad" also store partial sums: dz (z - bias) per row, and dz and out * mean per column.
+Three cases differ from the formulas:
 
-- If a norm of h follows (`hidden_norm.py`), acc is the gradient of the normalized h^, and `along` is the mean of acc h^
-  over a row. |rstd of h| (acc - h^ * along), the gradient of h, replaces acc in the formulas above. h^ replaces h.
-- If a row is constant (rstd < 0, see `layer_norm.py`), "activation_grad" and "gated_grad" use 1 in place of rstd, and
-  "layer_norm_grad" multiplies acc by |rstd|. The reason is the weight gradient, a difference of the large numbers
-  out^T x and sum(out * mean): rstd, about 1 / sqrt(eps), would multiply their rounding errors, by 1000 if eps is 1e-6.
-- If x is the normalized input n, there is no mean. "activation_grad" and "gated_grad" then use 1 in place of rstd.
+- A norm of h follows (`hidden_norm.py`): acc is the gradient of the normalized h^, and `along` is the mean of acc h^
+  over a row. |rstd of h| (acc - h^ * along), the gradient of h, replaces acc in the formulas. h^ replaces h.
+- A row of x is constant (rstd < 0, see `layer_norm.py`): "activation_grad" and "gated_grad" use 1 in place of rstd, and
+  "layer_norm_grad" multiplies acc by |rstd|. Otherwise, rstd, about 1 / sqrt(eps), would multiply the rounding errors
+  of the weight gradient, which is a difference of the large numbers out^T x and sum(out * mean).
+- x is the normalized input n, so there is no mean: "activation_grad" and "gated_grad" use 1 in place of rstd.
   "layer_norm_grad" computes out = [residual +] rstd * acc - n * coefficient; coefficient has rstd in place of rstd^2.
 
 `where` and SHAPE are as in `forward_epilogues.py`.
@@ -30,7 +31,7 @@ from .matmul_tiles import load_rows, load_tile, store_tile, sum_row_parts
 
 @triton.jit
 def activation_row_factors(mean_ptr, rstd_ptr, row, M, ROWS: tl.constexpr):
-    """Returns (rstd, mean) for "activation_grad" and "gated_grad"; see the exceptions above."""
+    """Returns (rstd, mean) for "activation_grad" and "gated_grad"; see the three cases above."""
     rstd = tl.full((ROWS,), 1.0, tl.float32)
     mean = tl.zeros((ROWS,), tl.float32)
     if mean_ptr is not None:
@@ -55,7 +56,7 @@ def layer_norm_row_factors(mean_ptr, rstd_ptr, row_part_ptr, row, M, N, ROWS: tl
 
 @triton.jit
 def _through_norm(acc, hidden, statistics_ptr, along_ptr, where, SHAPE: tl.constexpr):
-    """Returns the gradient of h, and the normalized h^, from h (`hidden`) and the gradient of h^ (`acc`)."""
+    """Returns the gradient of h, and h^. `hidden` is h, and `acc` the gradient of h^."""
     row, col, M, N = where
     ROWS: tl.constexpr = SHAPE[0]
     mean = load_rows(statistics_ptr, row, M, ROWS)

@@ -1,8 +1,8 @@
 """The matmul kernel: out = epilogue(A B), with the surrounding pointwise operations fused into the epilogue.
 
-The kernel is persistent: a program loops over output tiles, and accumulates each tile in fp32 over K. It loads A and B
-through TMA descriptors, or by pointers if the GPU (`device.reads_descriptors`) or the layout does not allow TMA. B may
-be [N, K], like torch.nn.Linear's weight. `matmul_launch.py` launches the kernel; `matmul_policy.py` chooses tile sizes.
+The kernel is persistent: a program loops over output tiles, and accumulates each tile in fp32 over K. A and B
+are loaded through TMA descriptors if GPU and layout allow this, else by pointers. B may be [N, K], like the weight of
+torch.nn.Linear. `matmul_launch.py` launches the kernel, and `matmul_policy.py` chooses tile sizes.
 
 `forward_epilogues.py` and `gradient_epilogues.py` contain the formulas of most epilogues. The epilogue "partial" is for
 split-K: out[split] = A B over one of `splits` parts of K, in fp32. `split_k.py` sums the parts.
@@ -12,10 +12,10 @@ Operands in e4m3 (`ptx.py`) have scales. Tensor cores of sm_90 accumulate e4m3 p
 of up to 2^-4. Adding partial sums in fp32 every 128 elements would be more precise, but 128 x 256 tiles would spill.
 
 Under autocast, the residual stream (out and residual of "residual" and "layer_norm_grad") may be fp32, while A and B
-are half precision. For a folded RMSNorm, weight_sum is None and the mean is 0.
+are half precision.
 
-The epilogue processes a wide tile in SUB_TILES sub-tiles along N, which needs fewer registers. Every sum has a fixed
-order, without atomics, so results are deterministic.
+To save registers, the epilogue processes a wide tile in SUB_TILES sub-tiles along N. Every sum has a fixed order,
+without atomics, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .matmul_tiles import accumulate, cut, load_sub_tiles, store_tile, tile_posi
 
 @triton.jit
 def _unit(unit, tiles_m, tiles_n, K, splits, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr):
-    """Returns (tile row, tile column, begin and end along K) of a unit: a tile, or if SPLIT, one K part of a tile."""
+    """Returns (tile row, tile column, start and end along K) of a unit: a tile, or if SPLIT, a part of K of a tile."""
     tiles = tiles_m * tiles_n
     tile_m, tile_n = tile_position(unit % tiles if SPLIT else unit, tiles_m, tiles_n)
     if SPLIT:
@@ -65,7 +65,7 @@ def _matmul_kernel(
     mean_ptr,  # fp32 [M] or None. Forward epilogues store it, gradient epilogues read it (None if x is normalized)
     rstd_ptr,  # fp32 [M] or None, like mean_ptr; negative for a constant row (layer_norm.py)
     bias_ptr,  # [N] or None; "gated_grad": [2 N]
-    weight_sum_ptr,  # fp32 [N], s in folding.py. None without a folded norm, for RMSNorm, and in gradient epilogues
+    weight_sum_ptr,  # fp32 [N], s of a folded LayerNorm (folding.py), or None
     scale_ptr,  # None, or factors. "layer_norm": of acc, fp32 [N]; "residual": of acc + bias, [N]; "activation_grad":
     # of acc, an fp32 vector whose first element is used
     out8,  # [M, N] e4m3 or None: "residual" stores out * out_scale (a reciprocal scale, ptx.py)
@@ -75,8 +75,8 @@ def _matmul_kernel(
     out_part_ptr,  # fp32 [M, 2, OUT_PARTS] or None: "residual" and "gated" store LayerNorm statistics of out
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, columns of z]: "activation_grad" stores partial sums of columns
     hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of h if a norm of h follows; else None
-    along_ptr,  # fp32 [M], mean over N of h^ * (gradient of h^); None: no norm of h
-    norm_weights, norm_biases,  # "qk_norm": two vectors [HEAD] each, for q and k; (None, None): ones or zeros
+    along_ptr,  # fp32 [M], mean over N of h^ * (gradient of h^); None without a norm of h
+    norm_weights, norm_biases,  # "qk_norm": vectors [HEAD] for q and for k; (None, None): ones or zeros
     tables,  # "rotary", "qk_norm": cos and sin [images or 1, tokens - prefix, HEAD / 2]; (None, None): no rotation
     b_ptr,  # B as a pointer if DEPENDENT, else None
     M, N, K, eps, splits, qk_eps,
@@ -89,18 +89,18 @@ def _matmul_kernel(
     # pointers even with TMA
     EARLY: tl.constexpr,
     PARTS: tl.constexpr,  # last dimension of row_part_ptr
-    OUT_PARTS: tl.constexpr,  # pieces of a row of out, of which out_part_ptr has LayerNorm statistics
-    TIMES: tl.constexpr,  # sub-tiles per piece of LayerNorm statistics (row_parts.py)
-    WHOLE: tl.constexpr,  # all pieces of LayerNorm statistics have full width
+    OUT_PARTS: tl.constexpr,  # last dimension of out_part_ptr: pieces per row of out (row_parts.py)
+    TIMES: tl.constexpr,  # sub-tiles per piece
+    WHOLE: tl.constexpr,  # all pieces have full width
     HEAD: tl.constexpr,  # "rotary", "qk_norm": channels of a head; in "qk_norm" also columns of a sub-tile
     NORM: tl.constexpr,  # of q and k: "layer_norm", "rms_norm" or "none"
-    HALVES: tl.constexpr,  # in weight and bias of the norms, a pair has channels j and j + HEAD / 2
+    HALVES: tl.constexpr,  # weights and biases of the norms have the pairs j, j + HEAD / 2, not 2j, 2j + 1
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of the tables: rows, pairs
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
     DEPENDENT: tl.constexpr,  # starts early and prefetches B (ptx.py)
 ):  # fmt: skip
-    # Triton must not specialize on sizes: it would turn K = 1 into a constant, remove the loop over K, and pipeline the
-    # loop over tiles, with too much shared memory. The next two lines state the alignment that vector loads need.
+    # Triton must not specialize on sizes. For K = 1, Triton would remove the loop over K and pipeline the loop over
+    # tiles, which takes too much shared memory. The next two lines state the alignment that vector loads need.
     N = N // ALIGN * ALIGN
     K = K // ALIGN * ALIGN
     tiles_m = tl.cdiv(M, BLOCK_M)

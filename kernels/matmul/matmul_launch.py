@@ -24,7 +24,7 @@ _POINTERS = (
     "along",
 )  # fmt: skip
 _POINTER_ARGUMENTS, _pointers_of = [f"{name}_ptr" for name in _POINTERS], operator.attrgetter(*_POINTERS)
-# Widths of the tensors of an epilogue as multiples of N, by epilogue and tensor; all others are N wide.
+# Widths of tensors as multiples of N, by epilogue and tensor. All other tensors are N wide.
 _WIDER = {("gated", "out"): 0.5, ("gated_grad", "out"): 2, ("gated_grad", "z"): 2}
 TL_DTYPES = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
@@ -89,8 +89,8 @@ _NO_STEP = HeadStep(QkvSettings(), 0, 0).arguments()
 class Operands:
     """Tensors of a matmul; the parameters of `_matmul_kernel` describe their use by each epilogue.
 
-    `residual` has the dtype of `out`: fp32, the dtype of `a` and `b`, or if they are e4m3, half precision. `x` has the
-    dtype of `out`, but a normalized x has the dtype of `a`. With `head_step`, N is 3 * heads * head_dim.
+    `residual` has the dtype of `out`, fp32 or half precision. `x` has the dtype of `out`; a normalized `x`
+    has the dtype of `a`. With `head_step`, N is 3 * heads * head_dim.
     """
 
     a: Tensor
@@ -133,7 +133,7 @@ class Operands:
 
 
 def fits_tma(tensors: Iterable[Tensor]) -> bool:
-    """True if all tensors can have TMA descriptors: none is empty, rows and addresses are aligned to 16 bytes."""
+    """True if TMA supports all tensors: none is empty, and rows and addresses are aligned to 16 bytes."""
     return all(t.numel() > 0 and t.shape[-1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
 
 
@@ -150,7 +150,7 @@ def matmul_launch(
     """Returns the launch that computes `operands.out`; all operands must be contiguous.
 
     Args:
-        config: Configuration; `config.tma` requires `fits_tma(operands.tiled())`.
+        config: `config.tma` requires `fits_tma(operands.tiled())`.
         activation: "identity" or one of `ACTIVATIONS`, for "layer_norm", "activation_grad" and the gated epilogues.
         split_k: Parts of K, for "partial".
     """

@@ -1,8 +1,8 @@
 """Launch policy of matmuls: chooses a configuration from a table per architecture, number format and epilogue.
 
-It takes the entry with the fewest predicted cycles, without timing kernels at run time. The predictions are estimates
-from data sheets and instruction counts of compiled kernels. Every entry compiles without spills for its architecture;
-`vit-fast kernels` checks this.
+The policy takes the entry with the fewest predicted cycles, and times no kernels. The predictions are estimates from
+data sheets and instruction counts of compiled kernels. Every entry compiles without spills for its architecture, which
+`vit-fast kernels` checks.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def matmul_config(operands: Operands, epilogue: str, activation: str = "identity
 def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
     """Returns the configuration of a "residual" matmul, and the number of parts of K; `split_k.py` adds the parts.
 
-    Splitting K occupies more multiprocessors: at batch 1, fc2 of ViT-B has only 48 tiles, even of the smallest ones.
+    Splitting K occupies more multiprocessors: at batch 1, fc2 of ViT-B has only 48 tiles of the smallest size.
     """
     problem = _problem(operands, "residual")
     return (_usable(problem)[0], 1) if is_interpreted() else best(problem, _MAX_RESIDUAL_SPLITS)
@@ -284,7 +284,7 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
 
 
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
-    """Returns configurations without TMA. Unless a comment gives another reason, the values avoid spills."""
+    """Returns configurations without TMA. Most values avoid spills; comments state other reasons."""
     half, hopper, blackwell = kind == "half", generation(arch) == "hopper", generation(arch) == "blackwell"
     grad = epilogue == "activation_grad"
     if epilogue == "gated_grad":

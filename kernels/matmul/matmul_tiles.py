@@ -62,7 +62,7 @@ def accumulate(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Returns the fp32 tile of A B at (row, col), summed over k_start <= k < k_stop (multiples of BLOCK_K, or K)."""
+    """Returns the fp32 tile of A B at (row, col), summed over k_start <= k < k_stop."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(k_start, k_stop, BLOCK_K):
         if A_IS_KM:
@@ -116,7 +116,7 @@ def load_rows(pointer, row, M, ROWS: tl.constexpr):
 
 @triton.jit
 def sum_row_parts(pointer, row, M, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Returns the sum of each of ROWS rows of [M, PARTS]; loads transposed tiles, like `combine_statistics`."""
+    """Returns the sums of ROWS rows of [M, PARTS], from `row` on. Loads transposed tiles, like `combine_statistics`."""
     step = tl.arange(0, ROWS)
     base = pointer + tl.cast(row, tl.int64) * PARTS
     total = tl.zeros((ROWS,), tl.float32)
