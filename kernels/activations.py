@@ -1,15 +1,16 @@
 """Activation functions of the MLP and their derivatives, computed in fp32.
 
-Exact GELU is x Phi(x), where Phi is the standard normal CDF. fp32 results use erf; results in other dtypes use
+Exact GELU is x Phi(x), where Phi is the standard normal CDF. For results in fp32, Phi is computed with erf. For results
+in other dtypes, it is approximated, with a third of the instructions, by
 
     Phi(x) = 1 / (1 + exp(-x P(|x|)))
 
-P is a polynomial of degree 5, fitted to log(Phi(x) / Phi(-x)) / x on |x| <= 5.6. The approximation uses one exp2 and
-one reciprocal, and a third of the instructions of erf. Before rounding, the error of GELU is below one ulp of the
-fp16 or bf16 result, or below 1e-8 where an ulp is smaller than 1e-8. Unlike 1 + erf(x / sqrt(2)), the approximation
-does not suffer cancellation in the negative tail.
+The polynomial P of degree 5 is fitted to log(Phi(x) / Phi(-x)) / x on |x| <= 5.6. The error of the approximated GELU
+before rounding is below one fp16 ulp of the result or 1e-8, whichever is larger.
 
-Tanh GELU (arXiv 1606.08415) is x times a logistic function too, because 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
+Tanh GELU is also x times a logistic function, because 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
+
+Source: GELU, arXiv 1606.08415.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _gate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """Returns act(x) in fp32. Set EXACT if the result is stored in fp32: GELU then uses erf."""
+    """Returns act(x) in fp32. Set EXACT if the result is stored in fp32; GELU is then computed with erf."""
     if ACTIVATION == "identity":
         return x
     elif ACTIVATION == "relu":

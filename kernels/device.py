@@ -1,4 +1,4 @@
-"""GPU properties that the launch policies use, derived from the architecture and the number of multiprocessors."""
+"""The GPU properties on which the launch policies depend."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Gpu:
     sm_count: int  # streaming multiprocessors
 
 
-# An H200. Launch policies use this GPU for CPU and meta tensors if `stand_in` is None, e.g. in the interpreter.
+# An H200. Launch policies assume this GPU for CPU and meta tensors, e.g. in the interpreter.
 REFERENCE_GPU = Gpu("sm_90", 132)
-stand_in: Gpu | None = None  # replaces REFERENCE_GPU if not None; set by offline.py and stand_in_driver.py of inspect/
+stand_in: Gpu | None = None  # if set, replaces REFERENCE_GPU; used by inspect/offline.py and inspect/stand_in_driver.py
 
 
 def gpu_of(device: torch.device) -> Gpu:
@@ -32,7 +32,7 @@ def _real_gpu(index: int) -> Gpu:
 
 
 def generation(arch: str) -> str:
-    """Returns "ampere" (mma.sync: sm_80, 86, 89 and 120), "hopper" (wgmma) or "blackwell" (tcgen05: sm_100, 103)."""
+    """Returns "ampere" (mma.sync: sm_80, 86, 89, 120), "hopper" (wgmma: sm_90), "blackwell" (tcgen05: sm_100, 103)."""
     number = int(arch.removeprefix("sm_"))
     return "hopper" if 90 <= number < 100 else "blackwell" if 100 <= number < 120 else "ampere"
 
@@ -57,7 +57,7 @@ def matrix_instruction(arch: str) -> str:
 
 
 def matmul_kind(dtype: torch.dtype) -> str:
-    """Returns the name of an operand dtype in the launch policies: "half", "fp8" (e4m3), or "tf32" (fp32)."""
+    """Returns how launch policies call an operand dtype: "half" (fp16, bf16), "fp8" (e4m3) or "tf32" (fp32)."""
     if dtype == torch.float8_e4m3fn:
         return "fp8"
     return "half" if dtype.itemsize == 2 else "tf32"

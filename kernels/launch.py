@@ -1,10 +1,9 @@
 """A kernel launch as data: kernel, arguments, grid and compile options.
 
-Building a `Launch` requires no GPU and accepts meta tensors. So `inspect/offline.py` can compile exactly what
-`Launch.run` launches.
+A `Launch` can be built from meta tensors, so `inspect/offline.py` can compile the kernels without a GPU.
 
-Arguments that belong together may form a tuple, e.g. the parameters of a layer. Triton (3.6, 3.7) supports no tensor
-descriptors in tuples, specializes on integers in tuples despite do_not_specialize, and cannot compare tuples with None.
+Related arguments, e.g. the parameters of a layer, may form a tuple. In Triton 3.6 and 3.7, a tuple must not contain
+tensor descriptors and cannot be compared with None. Triton specializes on integers in tuples despite do_not_specialize.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_GRID_0 = 2**31 - 1
 
-# Lock, held while triton parses, compiles and loads a kernel. Otherwise, several threads would compile the same kernel,
-# and in Python 3.11, `ast.parse` in several threads may raise "AST constructor recursion depth mismatch".
+# Held while triton compiles and loads a kernel. Without this lock, several threads could compile the same kernel. Also,
+# in Python 3.11, `ast.parse` in several threads may raise "AST constructor recursion depth mismatch".
 compiling = threading.RLock()
 
 
@@ -59,7 +58,8 @@ class Launch:
             return
         if self.grid[0] > MAX_GRID_0 or any(size > 65_535 for size in self.grid[1:]):
             raise ValueError(
-                f"grid {self.grid} is too large: at most {MAX_GRID_0} programs on axis 0, 65535 on the others"
+                f"the grid must have at most {MAX_GRID_0} programs on axis 0 and 65535 on other axes, got {self.grid}: "
+                "use a smaller batch"
             )
         ready = None
         with _on_device(self.device):
@@ -73,7 +73,7 @@ class Launch:
                 if ready is not None:
                     ready.launch(self, driver.get_current_stream(device))
                 elif isinstance(compiled := self._run_by_triton(), CompiledKernel):
-                    # triton returns something else while it is still compiling, or if a hook skipped the compilation
+                    # no CompiledKernel: triton is still compiling, or a hook skipped the compilation
                     if len(_ready) >= MAX_READY:
                         _ready.clear()
                     names = tuple(parameter.name for parameter in self.kernel.params)
@@ -87,7 +87,7 @@ class Launch:
             return self.kernel[self.grid](**self.args, **self.constants, **self.options())
 
     def _specialization(self, device: int) -> tuple[Any, ...]:
-        """Returns the key in `_ready`. It contains all integers, so it is at least as specific as triton's key."""
+        """Returns the key in `_ready`. The key contains all integers, so it is at least as specific as triton's key."""
         constants = tuple(self.constants.values())
         return (
             id(self.kernel), device, self.num_warps, self.num_stages, self.maxnreg,
@@ -99,7 +99,7 @@ class Launch:
 class Ready:
     """A compiled kernel and the names of its parameters in order."""
 
-    kernel: Any  # keeps the kernel alive: the key in `_ready` contains its id
+    kernel: Any  # kept alive, because the key in `_ready` contains the id of the kernel
     compiled: Any
     names: tuple[str, ...]
 
@@ -112,13 +112,13 @@ class Ready:
         )  # fmt: skip
 
 
-# Compiled kernels, keyed by `Launch._specialization`. Triton's own lookup takes several times as long as the launch;
-# `vit-fast kernels --host` measures both.
+# Compiled kernels, keyed by `Launch._specialization`. Triton's own lookup takes several times as long as the launch.
 _ready: dict[tuple[Any, ...], Ready] = {}
 MAX_READY = 4096
 
 
-# After each launch, the thread's `listening.listener`, if set, is called with the `Launch`, and its `Ready` or None.
+# If a thread sets `listening.listener`, `Launch.run` calls the listener after each launch, with the `Launch` and its
+# `Ready`, or None if triton itself must launch the kernel or is still compiling it.
 listening = threading.local()
 
 
@@ -133,7 +133,7 @@ def _specialization_of(value: Any) -> Any:
         return value.base.dtype, *value.block_shape
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    return kind if kind is float else (kind, value)  # as keys, True and 1 are equal; triton distinguishes them
+    return kind if kind is float else (kind, value)  # triton distinguishes True from 1, but they are equal as keys
 
 
 def is_watched(*kernels: Any) -> bool:

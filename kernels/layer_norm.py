@@ -1,21 +1,20 @@
 """LayerNorm statistics, and the input of a linear layer with the LayerNorm folded in (`linear/folding.py`).
 
-If possible, the kernel that writes x [M, C] also writes partial statistics of each row (`row_parts.py`). Otherwise, a
-separate kernel computes them. The matmul that reads x combines them (Chan, Golub and LeVeque, 1983).
+The statistics of a row of x [M, C] are mean and rstd = 1 / sqrt(variance + eps). The kernel that writes x usually also
+writes partial statistics (`row_parts.py`); otherwise, a separate kernel does. The matmul that reads x combines them.
 
 Two special cases, with W'', s, c and z as defined in `linear/folding.py`:
-- fp32 x: either the whole model is fp32, or autocast runs the matmuls in fp16 or bf16 but leaves the residual stream in
-  fp32. Rounding x to the matmul dtype loses precision if |mean| is larger than the standard deviation. Also, x may
-  overflow fp16. So a separate kernel first writes n = (x - mean) rstd in the matmul dtype, and z = n W''^T + c.
-- Constant rows in fp16 or bf16: the variance is 0, so rstd = 1 / sqrt(eps) would amplify the rounding error of
-  x W''^T - mean s, whose exact value is 0. A negative rstd marks a constant row. The forward uses
-  max(rstd, 0), so z = c, as LayerNorm defines. The backward multiplies by |rstd|, but by 1 in the weight gradient,
-  because |rstd| would amplify cancellation errors (`matmul/gradient_epilogues.py`).
+- fp32 x (in an fp32 model, or under autocast): a separate kernel writes n = (x - mean) rstd in the dtype of the matmul,
+  and z = n W''^T + c. Rounding x itself would lose precision if |mean| is large, and x may overflow fp16.
+- Constant rows in fp16 or bf16: rstd = 1 / sqrt(eps) would amplify the rounding error of x W''^T - mean s, whose exact
+  value is 0. The kernels therefore mark a constant row by a negative rstd. The forward multiplies by max(rstd, 0), so
+  z = c. The backward multiplies by |rstd|, or by 1 in the weight gradient (see `matmul/gradient_epilogues.py`).
 
-For RMSNorm, the stored statistics are the same, but combine into rstd = 1 / sqrt(mean(x^2) + eps) and mean = 0.
-A row of zeros counts as constant.
+For RMSNorm, the partial statistics are the same, but rstd is 1 / sqrt(mean(x^2) + eps), and mean is replaced by 0. Only
+rows of zeros count as constant.
 
-Source: LayerNorm, arXiv 1607.06450; RMSNorm, arXiv 1910.07467.
+Source: LayerNorm, arXiv 1607.06450; RMSNorm, arXiv 1910.07467; combination of partial statistics, Chan, Golub and
+LeVeque, 1983.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from .ptx import divided_columns
 from .row_parts import PIECE, row_parts
 
 # A row counts as constant if std <= 1e-6 |mean|. If the values of an fp16 or bf16 row are not all equal, std is at
-# least 2^-12 |mean| / sqrt(C). This is more than 1e-6 |mean| for C < 59,000.
+# least 2^-12 |mean| / sqrt(C), which is more than 1e-6 |mean| for C < 59,000.
 _CONSTANT_ROW = tl.constexpr(1e-6)
 _MAX_CHUNK = 2048
 _PIECE = tl.constexpr(PIECE)
@@ -61,7 +60,7 @@ def piece_statistics(values, col, N, COLS: tl.constexpr, WHOLE: tl.constexpr = F
 
 @triton.jit
 def _merge(mean, squares, count, other_mean, other_squares, other_count):
-    """Merges the statistics of `count` numbers with the statistics of `other_count` other numbers."""
+    """Merges the statistics (mean, sum of squared deviations) of two sets of numbers."""
     share = other_count / (count + other_count)
     offset = other_mean - mean
     return mean + share * offset, squares + other_squares + count * share * offset * offset
@@ -69,7 +68,7 @@ def _merge(mean, squares, count, other_mean, other_squares, other_count):
 
 @triton.jit
 def merge_next(left, right, col, N, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Merges the statistics of columns [col, col + LEFT) with those of the next RIGHT columns."""
+    """Merges the statistics of columns [col, col + LEFT) and of the next RIGHT columns."""
     count = tl.maximum(tl.minimum(N - col, LEFT), 1).to(tl.float32)
     other = tl.maximum(tl.minimum(N - col - LEFT, RIGHT), 0).to(tl.float32)
     return _merge(left[0], left[1], count, right[0], right[1], other)
@@ -89,8 +88,8 @@ def store_statistics(part_ptr, mean, squares, row, col, M, N, ROWS: tl.constexpr
 def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr):
     """Returns mean and rstd [ROWS] of rows of C columns. rstd is negative for a constant row.
 
-    In the loaded tiles, the pieces of a row lie along axis 0. If they were on axis 1, Triton would propagate the layout
-    of these loads to the accumulator tile of the matmul.
+    The loaded tiles have the pieces of a row on axis 0. With the pieces on axis 1, Triton would propagate the layout of
+    these loads to the accumulator tile of the matmul.
     """
     step = tl.arange(0, ROWS)
     inside = (row + step < M)[None, :]
@@ -176,7 +175,7 @@ def store_chunk(pointer, value, start, cols, mask):
 
 @triton.jit
 def _row_sums(x_ptr, start, inside, mean, C, POWER: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Returns the sum of (x - mean)^POWER over each row [ROWS]. If `mean` is None, uses 0."""
+    """Returns the sum of (x - mean)^POWER over each row, [ROWS]. A `mean` of None counts as 0."""
     total = tl.zeros((ROWS,), tl.float32)
     for first in tl.range(0, C, BLOCK_C):
         cols = first + tl.arange(0, BLOCK_C)
@@ -238,8 +237,8 @@ class NormInput:
     """Input x [M, C] of a folded linear layer, with the statistics and the epsilon of its LayerNorm."""
 
     source: Tensor  # operand of the matmul: x, or (x - mean) rstd in the dtype of the matmul if x is fp32
-    # for fp32 x: rstd, fp32 [1, M]; for half-precision x: in the forward, partial statistics, fp32 [M, 2, parts], and
-    # in the backward, mean and rstd (negative for a constant row), fp32 [2, M]
+    # fp32 x: rstd, fp32 [1, M]. Half-precision x, forward: partial statistics, fp32 [M, 2, row_parts(C)]; backward:
+    # mean and rstd (negative for a constant row), fp32 [2, M].
     statistics: Tensor
     eps: float = 0.0  # used in the forward only
 
@@ -265,7 +264,7 @@ def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
 
 
 def norm_input(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, rms: bool = False) -> NormInput:
-    """Returns x [M, C] as NormInput. Normalizes fp32 x to `dtype`; for half-precision x, computes `part` if None."""
+    """Returns the input for x [M, C]. Normalizes fp32 x to `dtype`; for half-precision x, computes `part` if None."""
     M, C = x.shape
     if x.dtype == torch.float32:
         normalized, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(1, M)

@@ -2,22 +2,21 @@
 
     result = run(function, arguments)        # function(*arguments), replayed if there is a plan
 
-The first call with a signature runs the function, the second call records a plan, and later calls replay the plan. A
-signature consists of the function, the shapes, strides, dtypes, devices and alignments of the tensor arguments, the
-other arguments, and torch's setting for fp32 matmuls. The launches must not depend on anything else.
+The first call with a signature runs the function, the second call also records a plan, and later calls replay the plan.
+The signature consists of the function, `torch.backends.cuda.matmul.fp32_precision`, and the arguments. A tensor is
+represented by its shape, strides, dtype, device and alignment. The launches must depend only on the signature.
 
-A plan contains the compiled kernels, their grids and their arguments. It stores each address as an offset into a
-numbered value: an input, a buffer, or the result of a torch operator. A replay allocates the buffers and launches the
-kernels on the current stream. Tensor maps (encoded TMA descriptors) are cached by address.
+A plan contains the compiled kernels, their grids and their arguments. An address is stored as an offset into a numbered
+value: an input, a buffer, or the result of a torch operator. A replay allocates the buffers and launches the kernels on
+the current stream.
 
-The function may allocate tensors, create views, launch kernels, and call torch operators, which a replay calls again. A
-function that, for example, uses a global tensor or returns a number cannot be planned and runs in every call.
-Buffers that only kernels use share one allocation, and may overlap if their live ranges are disjoint. So a kernel must
-never read buffer memory that no kernel has written before.
+The function may allocate tensors, create views, launch kernels and call torch operators. A replay repeats the calls of
+torch operators. A function that e.g. uses a global tensor or returns a number cannot be planned, and runs in each call.
+
+Buffers that only kernels use share one allocation, and overlap if their live ranges are disjoint. A kernel must
+therefore never read memory that no kernel of the plan has written.
 
 Functions run without plans in Triton's interpreter, and while launch hooks or debug options are active.
-
-The recorder maps tensor objects, not addresses, to values, because several values may have the same address.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from .plan_steps import At, Base, LaunchPlan, PlannedLaunch, Step, TorchCall, Un
 MAX_PLANS = 2048
 MAX_SEEN = 16384
 _plans: dict[tuple[Any, ...], LaunchPlan | None] = {}  # None: cannot be planned
-_seen: set[int] = set()  # hashes of the signatures that ran once; a collision only records a plan one call early
+_seen: set[int] = set()  # hashes of signatures that ran once; a hash collision only records a plan one call early
 _UNSEEN: Any = object()
 _INTERPRETED = is_interpreted()
 
@@ -89,7 +88,7 @@ def run(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
 
 
 def forget() -> None:
-    """Drops all plans, e.g. after a change of the launch policy."""
+    """Deletes all plans, e.g. after a change of the launch policy."""
     _plans.clear()
     _seen.clear()
 
@@ -100,7 +99,7 @@ def plans() -> list[LaunchPlan | None]:
 
 
 def _record(key: tuple[Any, ...], function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Runs the function and stores its plan. If a launch has no `Ready`, a later call records the plan."""
+    """Runs the function and stores its plan. If a compiled kernel is not known yet, the next call records the plan."""
     # detach() makes new tensor objects, so a tensor passed twice is recorded as two inputs
     own = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
     recorder = _Recorder([value for value in own if isinstance(value, Tensor)])
@@ -132,17 +131,18 @@ class _Value:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records torch operators below autograd while it is active, and the launches passed to `record_launch`."""
+    """Records torch operators below autograd while the mode is active, and the launches passed to `record_launch`."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.complete = True  # False if a launch had no `Ready`; a later call then records the plan
+        self.complete = True  # False if a launch had no `Ready`
         self._device = inputs[0].device if inputs else torch.device("cpu")
         self._values: list[_Value] = []
         self._steps: list[Step] = []
         self._addresses: list[At] = []
         self._kernels: dict[int, Any] = {}
-        self._places: Any = WeakIdKeyDictionary()  # tensor -> (number, address) of its value
+        # tensor object -> (number, address) of its value; keyed by object, because values may have equal addresses
+        self._places: Any = WeakIdKeyDictionary()
         self._inputs = len(inputs)
         self._failed = not inputs or any(tensor.device != self._device for tensor in inputs)
         for tensor in inputs if not self._failed else ():
@@ -179,7 +179,7 @@ class _Recorder(TorchDispatchMode):
         self._steps.append(TorchCall(func, positional, named, len(fresh)))
 
     def record_launch(self, launch: Launch, ready: Ready | None) -> None:
-        """Records a launch; `ready` is None if e.g. triton is still compiling the kernel."""
+        """Records a launch. `ready` is None e.g. while triton is compiling the kernel."""
         if ready is None:
             self.complete = False
             return
@@ -282,7 +282,7 @@ class _Recorder(TorchDispatchMode):
             if number in as_tensor:
                 places[number] = At(inputs + len(buffers), 0)
                 views = [view for view in outputs if view.at.value == number]
-                own: Any = value  # if a buffer has a single output that covers all of it, allocate that shape
+                own: Any = value  # if one output covers the whole buffer, allocate the shape of the output
                 if len(views) == 1 and not views[0].at.offset and views[0].bytes == value.bytes:
                     own = views[0]
                 buffers.append((own.shape, own.stride, own.dtype))

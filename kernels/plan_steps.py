@@ -1,4 +1,4 @@
-"""Steps of launch plans: kernel launches and calls of torch operators, with all arguments except the addresses."""
+"""Steps of launch plans (`plan.py`): kernel launches and calls of torch operators, with placeholders for addresses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .launch import Ready
 
 Values = list[Any]  # the tensors of a replay by value number; None once freed
-MAX_MAPS = 256  # cached tensor maps per descriptor
+MAX_MAPS = 256  # cached tensor maps (encoded TMA descriptors) per descriptor
 
 
 class UnplannableError(LookupError):
@@ -28,7 +28,7 @@ class UnplannableError(LookupError):
 
 @dataclass(eq=False)
 class At:
-    """An address: the number of a value, and an offset in bytes. The recorder replaces both when recording ends."""
+    """An address: the number of a value, and an offset in bytes. `_Recorder.plan` renumbers the values."""
 
     value: int
     offset: int
@@ -66,7 +66,7 @@ class Base:
 
 
 class TensorMaps:
-    """Tensor maps of one descriptor, cached by address. `make` is the function of Triton that encodes them."""
+    """Tensor maps of one descriptor, cached by address. `make` is Triton's function that encodes a descriptor."""
 
     def __init__(self, descriptor: TensorDescriptor, make: Callable[[TensorDescriptor], list[Any]]) -> None:
         self.descriptor, self.make = descriptor, make
@@ -99,7 +99,7 @@ class PlannedLaunch:
         self.arguments: list[Any] = []  # tuples that contain addresses are flattened
         self._tuples: list[slice] = []  # positions of these tuples, last first; empty if the launcher takes none
         if isinstance(noted[-1], list | tuple):  # triton 3.7 passes kernel arguments as one sequence
-            # its launcher flattens tuples and drops constants in every launch: do this once, and declare flat arguments
+            # its launcher flattens tuples and drops constants in every launch: do this only once, pass flat arguments
             kinds = nvidia.expand_signature(
                 ready.compiled.src.signature.values(), ready.compiled.metadata.tensordesc_meta
             )
@@ -122,7 +122,7 @@ class PlannedLaunch:
         self.maps = dict(zip(places, encoders))
 
     def prepare(self) -> None:
-        """Collects the positions of addresses in the argument list. Must be called after values are renumbered."""
+        """Collects the positions of addresses in the argument list. Call it after the values are renumbered."""
         self._at_pointers = [(place, at.value, at.offset) for place, at in self.pointers.items()]
         self._at_maps = [(place, maps.at.value, maps.at.offset, maps) for place, maps in self.maps.items()]
 
@@ -219,7 +219,7 @@ class LaunchPlan:
     kernels: tuple[Any, ...]
 
     def replay(self, values: Values, addresses: list[int]) -> Any:
-        """Repeats the call with input tensors `values` at `addresses`; appends the other values to both lists."""
+        """Repeats the call with the input tensors `values` at `addresses`. Changes both lists."""
         device = self.device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):

@@ -1,10 +1,10 @@
 """Compiles kernels before their launch, in parallel processes.
 
-    with collect() as requests:     # kernels that are not compiled yet are neither compiled nor launched
+    with collect() as requests:     # collects the kernels that are not compiled yet, and skips their launches
         model(images)
-    compile_all(requests)           # into triton's cache on disk, and into this process
+    compile_all(requests)           # compiles them into triton's cache on disk, and loads them into this process
 
-Before compiling a kernel, triton passes a description of the kernel to a hook. From this description, another process
+Before triton compiles a kernel, it passes a description of the kernel to a hook. From this description, another process
 can compile the kernel, even without a GPU.
 """
 
@@ -30,7 +30,7 @@ from .launch import compiling
 
 Progress = Callable[[int, int], None]
 
-# Minimum number of kernels per process, because each process first has to import torch and triton.
+# Minimum number of kernels per process. Each process first imports torch and triton, which takes seconds.
 KERNELS_A_PROCESS = 4
 
 
@@ -69,8 +69,8 @@ class Request:
 def collect() -> Iterator[list[Request]]:
     """Collects the vit-fast kernels that this thread would compile, in the order of their launches.
 
-    The collected kernels are not launched, so their outputs are undefined. Other kernels and other threads run as
-    usual, but without launch plans (`plan.py`).
+    The yielded list is empty until the context ends. The collected kernels are not launched, so their outputs are
+    undefined. Compiled kernels and other threads run as usual, but without launch plans (`plan.py`).
     """
     runtime, thread = triton.knobs.runtime, threading.get_ident()
     before = runtime.jit_cache_hook
@@ -100,13 +100,13 @@ def _prevent_plans(*_: Any) -> None:
 
 
 def compile_all(requests: Sequence[Request], progress: Progress | None = None) -> int:
-    """Compiles kernels, in several processes if there are many. Returns the number of uncached kernels.
+    """Compiles kernels, in several processes if there are many. Returns how many were not in triton's cache on disk.
 
     Args:
         requests: The result of `collect`.
         progress: Called with (number of finished kernels, number of all kernels).
     Raises:
-        RuntimeError: a kernel does not compile (the message quotes triton's error), or a process ended early.
+        RuntimeError: a kernel does not compile, or a process ended early.
     """
     compiled = here = 0
     tell = progress if progress is not None else lambda done, total: None
@@ -130,7 +130,7 @@ def _processes(kernels: int) -> int:
 
 
 def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
-    """Compiles kernels in several processes that run `serve`; yields per kernel True if it was not cached."""
+    """Compiles kernels in several processes that run `serve`. Yields True per uncached kernel, False per cached one."""
     if not requests:
         return
     count = _processes(len(requests))
@@ -155,7 +155,7 @@ def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
                 replies += 1
                 yield reply
         if replies < len(requests):
-            raise RuntimeError(f"{len(requests) - replies} kernels were not compiled: a process ended")
+            raise RuntimeError(f"{len(requests) - replies} kernels were not compiled: a process ended too early")
     finally:
         for process in processes:
             process.terminate()
@@ -168,11 +168,11 @@ def serve() -> None:
     A reply is a line: true (compiled), false (cached), or an error. Lines shorter than PIPE_BUF are written atomically.
     """
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # redirects stdout to stderr, because a compiler may print to stdout
+    os.dup2(2, 1)  # redirects stdout to stderr, because compilers may print to stdout
     for line in sys.stdin:
         request = Request(**json.loads(line))
         target = GPUTarget(request.backend, request.arch, request.warp_size)
-        # in place of triton's driver, which needs a GPU
+        # replaces triton's driver, which needs a GPU
         driver = SimpleNamespace(get_current_device=lambda: 0, get_current_target=lambda target=target: target)
         triton.runtime.driver.set_active(driver)
         try:

@@ -1,15 +1,14 @@
 """PTX instructions for the kernels. In Triton's interpreter, they are skipped or replaced.
 
-Programmatic dependent launch: a kernel starts before the previous kernel in the same stream has ended. With small
-batches, launching a kernel and loading weights may take as long as computing. A kernel with the constant DEPENDENT
-may start when every program of the previous kernel has ended or, if that kernel has DEPENDENT too, returned from
-`wait_for_previous`. Before it calls `wait_for_previous`, a kernel only computes addresses and prefetches weights into
-L2, which is safe even if an earlier kernel is still writing them. Each kernel waits before it lets the next one start.
-So when `wait_for_previous` returns, all earlier kernels have ended, not only the previous one.
+Programmatic dependent launch: a kernel with the constant DEPENDENT may start before the previous kernel in the stream
+has ended. With small batches, launching a kernel and loading weights may take as long as computing. Before it calls
+`wait_for_previous`, a kernel only computes addresses and prefetches weights into L2. The prefetch is safe even while an
+earlier kernel writes the weights. `wait_for_previous` waits for the end of the previous kernel, then allows the next
+kernel to start. After this call, all earlier kernels have ended.
 
-e4m3 (4 exponent bits, 3 mantissa bits): an FP8 linear layer reads x8 = e4m3(x / scale). The kernel that computes x or
-its LayerNorm statistics also writes x8. Kernels multiply by reciprocal scales, which they call `out_scale` or `o_scale`
-(`vit_fast.ops`: `*_factor`), because divisions would add 8 % to the instructions of the longest epilogue.
+FP8 (e4m3: 4 exponent bits, 3 mantissa bits): an FP8 linear layer reads x8 = e4m3(x / scale). The kernel that computes x
+or its LayerNorm statistics also writes x8. Instead of dividing, kernels multiply by the reciprocal of the scale, named
+`out_scale` or `o_scale`. Divisions would add 8 % to the instructions of the longest epilogue.
 
 Sources: CUDA C++ Programming Guide, Programmatic Dependent Launch; PTX ISA, griddepcontrol (sm_90 and newer); FP8
 Formats for Deep Learning, arXiv 2209.05433.
@@ -37,7 +36,7 @@ def reciprocal(x):
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
-    """Waits until the previous kernel has ended, then lets the next one start. Does nothing without DEPENDENT."""
+    """Waits for the end of the previous kernel, then allows the next to start. Does nothing without DEPENDENT."""
     if DEPENDENT and not _INTERPRETED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -45,7 +44,7 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(pointer, row, first, last, rows, columns, ROWS: tl.constexpr, STEP: tl.constexpr):
-    """Prefetches ROWS rows of a matrix [rows, columns], from `row`, into L2: every STEP-th column of [first, last)."""
+    """Prefetches rows row .. row + ROWS of a matrix [rows, columns] into L2: every STEP-th column of [first, last)."""
     if _INTERPRETED:
         return
     index = tl.minimum(row + tl.arange(0, ROWS), rows - 1)
@@ -85,8 +84,7 @@ def in_layout_of(tile, anchor):
 def to_e4m3(value):
     """Rounds fp32 to e4m3. On a GPU, ties round to even, values saturate at 448, and NaN is preserved.
 
-    Uses inline PTX, because Triton's conversion truncates to fp16 first on sm_89, and Triton does not document whether
-    the conversion saturates.
+    On sm_89, Triton's own conversion first truncates to fp16. Whether the conversion saturates is not documented.
     """
     if _INTERPRETED:
         return value.to(tl.float8e4nv)
@@ -115,6 +113,6 @@ def divided(value, scale_ptr):
 
 @triton.jit
 def divided_columns(value, scale_ptr, col, N, COLS: tl.constexpr):
-    """Multiplies columns col .. col + COLS (tile [ROWS, COLS]) by reciprocal scales, fp32 [N]; rounds to e4m3."""
+    """Multiplies columns col .. col + COLS, `value` [ROWS, COLS], by reciprocal scales, fp32 [N]. Rounds to e4m3."""
     cols = col + tl.arange(0, COLS)
     return to_e4m3(value.to(tl.float32) * tl.load(scale_ptr + cols, mask=cols < N, other=1.0)[None, :])

@@ -1,12 +1,13 @@
 """qk-norm and rotary embeddings on packed qkv [B, N, 3, H, D], forward and backward, for any even D.
 
-Let n be a normalized head of x (or all heads of a token, normalized together), w and b the weight and bias of the norm,
-and y = n w + b. Each pair of channels (y_1, y_2) is rotated by an angle, given as tables of cos and sin:
+Let n be a normalized head of q or k, or all heads of a token, normalized together. With the weight w and bias b of the
+norm, y = n w + b. Each pair of channels (y_1, y_2) is rotated by an angle, given as tables of cos and sin:
 
     out_1 = y_1 cos - y_2 sin,  out_2 = y_2 cos + y_1 sin
 
 A pair is channels j and j + D/2, or 2j and 2j + 1. The first `prefix` tokens of an image are not rotated. In the
-backward, dy is dout rotated by the opposite angle. With dn = dy w, and means over all channels of n:
+backward, dy is dout rotated by the opposite angle. With dn = dy w, the reciprocal standard deviation rstd, and means
+over all channels of n:
 
     dx = rstd (dn - mean(dn) - n mean(dn n)),  dw = sum dy n,  db = sum dy
 
@@ -16,7 +17,7 @@ torch adds the sums of all programs. The order is fixed, so results are determin
 A program processes ROWS heads at once as two tiles [ROWS, BLOCK]: the first and the second channel of each pair. The
 kernels also copy v, unless they work in place.
 
-Source: arXiv 2104.09864, 2302.05442; differentiation of the formulas above.
+Sources: rotary embeddings, arXiv 2104.09864; qk-norm, arXiv 2302.05442.
 """
 
 from __future__ import annotations
@@ -140,13 +141,13 @@ def _heads(block, M, H, ROWS: tl.constexpr, WIDE: tl.constexpr):
 def _qk_norm_rope_kernel(
     x_ptr,  # [M, 3, H, D]
     out_ptr,  # output: like x, or x itself
-    weights, biases,  # of the norms of q and k: two vectors [D], or [H D] if WIDE; (None, None): weights 1, biases 0
+    weights, biases,  # of the norms of q and k: two vectors [D], or [H * D] if WIDE; (None, None): no weights or biases
     tables,  # cos and sin [B or 1, H or 1, N - prefix, D / 2]; (None, None): no rotation
     M, N, H, prefix, eps,
     image_rows, head_rows,  # strides of images and heads in the tables, in rows; 0 if shared
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of rows and pairs in the tables, in elements
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr,
-    SEPARATE: tl.constexpr,  # in place only: channels of a pair are adjacent before, and D / 2 apart afterwards
+    SEPARATE: tl.constexpr,  # in place only: moves the channels of a pair from adjacent places to places D / 2 apart
     INVERSE: tl.constexpr,  # rotate by the opposite angle
     PARTS: tl.constexpr,  # 2: processes q and k; 3: also copies v
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -184,7 +185,7 @@ def _qk_norm_rope_grad_kernel(
     x_ptr,  # [M, 3, H, D], input of the forward
     out_ptr,  # output: dx [M, 3, H, D], or grad itself
     weights, tables,  # as in the forward
-    part_ptr,  # output: partial sums, fp32 [programs / PARTS, 2 (q, k), 2 (dw, db), D or H D]; or None
+    part_ptr,  # output: partial sums, fp32 [programs / PARTS, 2 (q, k), 2 (dw, db), D or H * D]; or None
     M, N, H, prefix, eps, image_rows, head_rows,
     blocks,  # number of tiles of q; k and v have as many
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,
@@ -249,7 +250,7 @@ class QkvSettings:
     (2j and 2j + 1 in qkv, but j and j + D/2 in weights and biases).
     """
 
-    weights: tuple[Tensor, Tensor] | None = None  # of both norms, contiguous, [D], or [H D] if `wide`; None: ones
+    weights: tuple[Tensor, Tensor] | None = None  # of the norms of q and k: [D], or [H * D] if `wide`; contiguous
     biases: tuple[Tensor, Tensor] | None = None
     tables: tuple[Tensor, Tensor] | None = None  # cos and sin [B or 1, H or 1, N - prefix, D / 2]; see `can_be_read`
     norm: str = "none"  # "none", "layer_norm" or "rms_norm"
@@ -262,7 +263,8 @@ class QkvSettings:
 def can_be_read(cos: Tensor, sin: Tensor) -> bool:
     """True if the kernels can read the tables [..., T, D / 2] without a copy.
 
-    cos and sin must have equal strides. The stride of T must be positive and divide the outer strides (of sizes > 1).
+    cos and sin must have equal strides. The stride of T must be positive, and must divide the strides of all outer
+    dimensions of size > 1.
     """
     *outer, row, _ = cos.stride()
     whole = row > 0 and not any(step % row for step, size in zip(outer, cos.shape) if size > 1)
@@ -283,7 +285,7 @@ def shared_arguments(s: QkvSettings) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _arguments(x: Tensor, s: QkvSettings) -> tuple[dict[str, Any], dict[str, Any], int, int]:
-    """Returns arguments and constants that both kernels share, the number of tiles of q, and warps per program."""
+    """Returns arguments and constants of forward and backward, the number of tiles of q, and warps per program."""
     B, N, _, H, D = x.shape
     block = triton.next_power_of_2(D // 2)
     rows = triton.next_power_of_2(H) if s.wide else max(1, _TILE // block)
@@ -299,9 +301,8 @@ def qk_norm_rope_launch(
     """Returns the launch that normalizes and rotates q and k of x [B, N, 3, H, D] into `out`, which may be x.
 
     Args:
-        inverse: Rotate by the opposite angle. Without norms, this is the backward.
-        separate: Also reorder channels, in place only (`out` must be x). Before the call, the channels of a pair are
-            adjacent; afterwards, they are D/2 apart.
+        inverse: Rotate by the opposite angle. Without norms, the inverse rotation is the backward.
+        separate: Also move the channels of a pair, which are adjacent, to j and j + D/2. `out` must be x.
     """
     args, constants, blocks, warps = _arguments(x, settings)
     parts = 2 if out is x else 3
@@ -320,12 +321,12 @@ def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
 def qk_norm_rope_gradients(
     grad: Tensor, x: Tensor | None, settings: QkvSettings, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (dx, gradients of the norm parameters): fp32 [2 (q, k), 2 (dw, db), D or H D]; None without parameters.
+    """Returns dx, and the gradients of the norm parameters: fp32 [2 (q, k), 2 (dw, db), D or H * D], or None.
 
     Args:
-        grad: [B, N, 3, H, D], contiguous.
+        grad: Gradient of the output of `qk_norm_rope`, [B, N, 3, H, D], contiguous.
         x: Input of the forward, contiguous; None without norms.
-        out: Output: dx; may be `grad`. None allocates a tensor.
+        out: Tensor for dx; may be `grad`. None allocates a tensor.
     """
     out = torch.empty_like(grad) if out is None else out
     if x is None:

@@ -1,8 +1,8 @@
-"""Layout of partial LayerNorm statistics. One kernel writes them per piece of a row; the next kernel combines them.
+"""Layout of partial LayerNorm statistics, which one kernel writes and the next kernel combines (`layer_norm.py`).
 
-The tensor, fp32 [M, 2, row_parts(C)], contains for each row the means of its pieces, then the pieces' sums of squared
-deviations. A piece has PIECE columns; the last piece may be shorter. The statistics of a row are adjacent in memory,
-because a tile of the next matmul reads all statistics of its rows. Fake kernels use this file without triton.
+A row of C columns consists of pieces of PIECE columns; the last piece may be shorter. The tensor, fp32
+[M, 2, row_parts(C)], contains for each row the means of its pieces, then the sums of squared deviations from these
+means. This file does not import triton, because fake kernels use it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fused softmax attention, forward and backward: the functions that the operators call.
 
-Inputs are fixed, packed or masked (attention_tiles.py). Tensors are views [B, H, N, D] with last stride 1 and
-arbitrary other strides. So q, k, v may be views of the output of the qkv layer, and dq, dk, dv views of its gradient.
+Inputs are fixed, packed or masked (see attention_tiles.py). Tensors [B, H, N, D] have last stride 1 and arbitrary other
+strides. For example, q, k and v may be views of the output of the qkv layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def problem_of(
 ) -> Problem:  # fmt: skip
     """Returns the input of the launch policy for a call with these tensors.
 
-    For packed inputs, n_q and n_kv are the mean length (at most `longest`), which one long sequence hardly changes.
+    For packed inputs, n_q and n_kv are the mean sequence length, but at most `longest`.
     """
     (batch, heads, n_q, head_dim), n_kv, form = q.shape, k.shape[2], "fixed" if key_mask is None else "masked"
     if sequences is not None:
@@ -63,9 +63,9 @@ def attention_backward(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, scale: float, sequences: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None, longest: int = 0,
 ) -> None:  # fmt: skip
-    """Computes dq, dk and dv from the gradient `do` of o, given the inputs and outputs of `attention_forward`.
+    """Computes dq, dk and dv from the gradient `do` of o. The other arguments are as in `attention_forward`.
 
-    dq, dk and dv have the shapes of q, k and v, the dtype of q, and last stride 1.
+    dq, dk and dv have the shapes of q, k and v. `do`, dq, dk and dv have the dtype of q and last stride 1.
     """
     form: dict[str, Any] = {"sequences": sequences, "key_mask": key_mask}
     for_dq = dq_config(problem_of(q, k, v, o, do, dq, **form, longest=longest))

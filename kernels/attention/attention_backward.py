@@ -9,9 +9,9 @@ Two kernels avoid atomics: a single program sums each gradient element in a fixe
 - dq: one program per query tile computes delta, then dq in a loop over key tiles.
 - dkdv: one program per key tile computes dk and dv in a loop over query tiles.
 
-Masks are as in the looped forward kernel (attention_forward.py), with at most one tile after the full tiles. The lse of
-queries past the end is read as +inf, so that their p is 0. fp32 tiles wider than 64 columns would spill
-with TF32, so their matmuls have input precision "ieee".
+Both kernels mask tiles like the looped forward kernel (attention_forward.py), with at most one tile after the full
+tiles. For queries past the end, lse is read as +inf, so that p is 0. With TF32, fp32 tiles wider than 64 columns would
+spill, so the matmuls of such tiles use input precision "ieee".
 
 Source: FlashAttention-2, arXiv 2307.08691.
 """
@@ -73,7 +73,7 @@ def _query_tile(
     rows = start + tl.arange(0, ROWS)
     row_offset += rows
     tl.store(delta_ptr + row_offset, delta, mask=rows < n_q)
-    # Reload do and delta. Otherwise do would stay in registers in the layout of the reduction, and spill.
+    # reload do and delta, because do would stay in registers in the layout of the reduction, and spill
     tl.debug_barrier()
     delta = tl.load(delta_ptr + row_offset, mask=rows < n_q, other=0.0)
     qt = load_tile(queries, start, n_q, ROWS, FORM, TMA, True)
@@ -84,7 +84,7 @@ def _query_tile(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_bwd_dq_kernel(
-    # pointers or descriptors of block HI (_hi) or LO (see attention_tiles.py); _a: of full key tiles, _b: of others
+    # pointers to, or descriptors of, blocks LO and HI (_hi; attention_tiles.py); _a: full key tiles, _b: other tiles
     q, q_hi, do, do_hi, o, o_hi, dq, dq_hi, k_a, k_a_hi, k_b, k_b_hi, v_a, v_a_hi, v_b, v_b_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # output: fp32 [B, H, N_q], contiguous
@@ -153,7 +153,7 @@ def _dkdv_step(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_bwd_dkdv_kernel(
-    # pointers or descriptors of block HI (_hi) or LO (see attention_tiles.py); _a: of full query tiles, _b: of others
+    # pointers to, or descriptors of, blocks LO and HI (_hi; attention_tiles.py); _a: full query tiles, _b: other tiles
     q_a, q_a_hi, do_a, do_a_hi, q_b, q_b_hi, do_b, do_b_hi, k, k_hi, v, v_hi, dk, dk_hi, dv, dv_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # fp32 [B, H, N_q], contiguous
@@ -195,7 +195,7 @@ def _attention_bwd_dkdv_kernel(
         begin, full_end, q_end, BLOCK_M, FORM, TMA, STAGES, FIXED, FULL, TAIL_B, MASKED,
     )  # fmt: skip
     if key_mask is not None:
-        # the gradients of masked keys are 0, although the loop accumulates other values
+        # the loop also accumulates values for masked keys, whose gradients are 0
         here = real_keys(key_mask, start, end, BLOCK_N)[:, None]
         dkt = chosen(dkt, here)
         dvt = chosen(dvt, here)

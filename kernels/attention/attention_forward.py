@@ -1,17 +1,18 @@
 """Attention forward: o = softmax(scale * q k^T) v for every head, without a causal mask, accumulated in fp32.
 
 Two kernels:
-- row: all keys of a head (at most 256) stay on chip, in up to three power-of-two chunks (197 <= 128 + 64 + 16). The
-  kernel computes all scores of a query tile before the softmax, so it never rescales the output.
-  A program loads K and V once for TILES query tiles.
-- looped: a loop over tiles of BLOCK_N keys with an online softmax (Milakov and Gimelshein, arXiv 1805.02867;
-  FlashAttention-2, arXiv 2307.08691).
+- row: all keys of a head, at most 256, stay on chip in up to three power-of-two chunks, e.g. 197 <= 128 + 64 + 16.
+  A program loads K and V once for TILES query tiles. It computes all scores of a query tile before the softmax, so
+  it never rescales the output.
+- looped: a loop over tiles of BLOCK_N keys with an online softmax.
 
-If inputs are neither packed nor masked, full tiles of the looped kernel need no mask. At most two power-of-two tiles
-cover the remaining keys; only the last one may need a mask. For other inputs, see `over_tiles` (attention_tiles.py).
+With fixed inputs, full tiles of the looped kernel need no mask. At most two power-of-two tiles cover the remaining
+keys, and only the last tile may need a mask. For packed and masked inputs, see `over_tiles` (attention_tiles.py).
 
-Both kernels store lse = log2(sum 2^(scale log2(e) q k^T)) for the backward. They multiply the fp32 scores by
-scale log2(e) before exp2. Multiplying q instead would round q again.
+Both kernels store lse = log2(sum 2^(scale log2(e) q k^T)) for the backward. The factor scale log2(e) multiplies the
+fp32 scores, because multiplying q would round q again.
+
+Sources: online softmax, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _store_output(target, acc, inverse, o_scale_ptr, start, n_q, ROWS: tl.conste
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_fwd_row_kernel(
-    # pointers or descriptors of block HI (_hi) or LO (see attention_tiles.py); _a, _b, _c: of key tiles of three sizes
+    # pointers to, or descriptors of, blocks LO and HI (_hi; attention_tiles.py); _a, _b, _c: key tiles of three sizes
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None
@@ -156,7 +157,7 @@ def _online_step(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_fwd_looped_kernel(
-    # pointers or descriptors of block HI (_hi) or LO (see attention_tiles.py); _a, _b, _c: of key tiles of three sizes
+    # pointers to, or descriptors of, blocks LO and HI (_hi; attention_tiles.py); _a, _b, _c: key tiles of three sizes
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None

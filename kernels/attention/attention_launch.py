@@ -40,7 +40,7 @@ def tma_allows(tensor: torch.Tensor) -> bool:
     """True if a tensor [B, H, N, D] can have TMA descriptors."""
     size = tensor.element_size()
     for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1]):
-        # the stride of a dimension of length 1 does not matter: _tile_arguments replaces it by a legal stride
+        # _tile_arguments replaces the stride of a dimension of length 1 by a legal stride
         if length > 1 and (stride <= 0 or stride * size % _ALIGNMENT or stride * size >= _TMA_MAX_STRIDE):
             return False
     return tensor.data_ptr() % _ALIGNMENT == 0 and all(0 < length < 2**31 for length in tensor.shape)
@@ -78,7 +78,7 @@ def looped_launch(
     config: ForwardConfig | BackwardConfig, args: Mapping[str, Any], sequences: torch.Tensor | None,
     key_mask: torch.Tensor | None, tails: int = 1, constants: Mapping[str, Any] | None = None,
 ) -> Launch:  # fmt: skip
-    """Returns the launch of a kernel that loops over full tiles of `streamed`; at most `tails` tiles cover the rest."""
+    """Returns the launch of a kernel that loops over full tiles of `streamed`. At most `tails` tiles cover the rest."""
     block, step = (config.block_m, config.block_n) if "q" in own else (config.block_n, config.block_m)
     length, fixed = next(iter(streamed.values())).shape[2], sequences is None and key_mask is None
     rest = length % step if fixed else 0
@@ -102,10 +102,10 @@ def tiled_launch(
     pieces: Sequence[int], tiles: int, config: ForwardConfig | BackwardConfig, args: dict[str, Any],
     constants: Mapping[str, Any], fixed: bool = True, sequences: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
-    """Returns the launch of an attention kernel. A program owns tiles of `own`, and reads tiles of `streamed`.
+    """Returns the launch of an attention kernel. A program processes tiles of `own`, and reads tiles of `streamed`.
 
     `block`: rows per tile of `own`. `pieces`: rows per tile of `streamed`, for the arguments with suffix _a, _b and _c.
-    `tiles`: programs per head; not used for packed inputs (`sequences`).
+    `tiles`: programs per head; ignored for packed inputs (`sequences`).
     """
     tensors = {**own, **streamed}
     rows, q = next(iter(own.values())), tensors["q"]

@@ -1,4 +1,4 @@
-"""Launch policy of the attention kernels: a tuned configuration from attention_table.json, or else one from rules."""
+"""Launch policy of the attention kernels: a tuned configuration from attention_table.json, or else the rules below."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TABLE_PATH = Path(__file__).with_name("attention_table.json")
 MAX_ROW_KEYS = 256
 MIN_BLOCK = 16
 _SMALL_AMPERE = ("sm_86", "sm_89")  # without maxnreg, ptxas gives some kernels so few registers that they spill
-SHORT = 64  # tokens; for sequences up to this length (windows of Qwen2.5-VL), larger tiles would be at least half empty
+SHORT = 64  # tokens, e.g. a window of Qwen2.5-VL; for up to 64 tokens, tiles of 128 would be at least half empty
 # (largest chunk, maximum number of chunks) of the row kernel; the first pair is the default. Each pair can cover
 # MAX_ROW_KEYS keys, because a tuned entry applies to all lengths up to MAX_ROW_KEYS.
 ROW_CHUNKS = ((128, 3), (128, 2), (256, 1))
@@ -51,7 +51,7 @@ class BackwardConfig:
 
 @cache
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """Returns the widths (LO, HI) of power-of-two blocks for a head; HI is 0 unless a second block saves columns.
+    """Returns the widths (LO, HI) of power-of-two blocks for a head. HI is 0 if a second block would save no columns.
 
     48 -> (32, 16), 72 and 80 -> (64, 16), 96 -> (64, 32), 112 -> (128, 0). A block has at least 16 columns.
     """
@@ -66,7 +66,7 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 def cover(length: int, largest: int, pieces: int) -> tuple[int, ...]:
     """Covers `length` by at most `pieces` non-increasing powers of two from 16 to `largest`, with the least excess.
 
-    Only the last may extend past the length: 197 -> (128, 64, 16). Prefers fewer pieces; returns () if none fits.
+    Only the last piece may extend past the length: 197 -> (128, 64, 16). Returns () if the pieces are too small.
     """
     if length <= 0:
         return ()
@@ -81,7 +81,7 @@ class Problem:
     """Input of the launch policy.
 
     `access` is the fastest access that the layout of all tensors allows: "tma" (descriptors), "vector" (aligned 16-byte
-    loads, if e.g. a stride of 0 excludes TMA), or "scalar" (unaligned rows).
+    loads, e.g. if a stride is 0), or "scalar" (unaligned rows).
     """
 
     arch: str
@@ -146,7 +146,7 @@ def dkdv_config(problem: Problem) -> BackwardConfig:
 
 
 def _forward_of_sequences(problem: Problem, config: ForwardConfig) -> ForwardConfig:
-    """Adapts the `config` of fixed inputs to packed or masked inputs: fits tiles to short sequences, avoids spills."""
+    """Adapts the `config` of fixed inputs to packed or masked inputs: smaller tiles for short sequences, no spills."""
     width, ampere, blackwell = problem.width, problem.generation == "ampere", problem.generation == "blackwell"
     if problem.n_q <= SHORT or (blackwell and width == 128):
         config = replace(config, block_m=min(config.block_m, SHORT))
@@ -178,7 +178,7 @@ def _dkdv_of_sequences(problem: Problem, config: BackwardConfig) -> BackwardConf
 
 
 def _tiles_per_program(problem: Problem, config: ForwardConfig) -> int:
-    """Returns query tiles per program: config.tiles, or fewer, to get four programs per multiprocessor if possible."""
+    """Returns query tiles per program: config.tiles, or fewer if there are under four programs per multiprocessor."""
     tiles = -(-problem.n_q // config.block_m)
     per_program = config.tiles
     # with a single query tile per program, the row kernel spills on ampere
@@ -200,7 +200,7 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
     most_columns, most_keys = 80 if tma else 64, 208 if generation == "ampere" else MAX_ROW_KEYS
     keys = sum(cover(problem.n_kv, 128, 3))
     # If the row kernel needs over 49 of 100 KB shared memory, only one program fits per multiprocessor. Of the looped
-    # kernel, three programs fit, and one can compute while the others load.
+    # kernel, three programs fit: one can compute while two load.
     alone = problem.arch in ("sm_86", "sm_89", "sm_120") and width * (4 * keys + 128) > 49 * 1024
     if generation == "ampere" and (problem.n_q <= 64 or alone) and 128 < keys <= most_keys and width <= most_columns:
         # up to 64 queries (attention pooling) are a single tile, for which the row kernel spills (_tiles_per_program)
@@ -217,7 +217,7 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         # tiles of 128 queries spill
         return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=2)
     if generation == "ampere" and width == 48 and problem.arch != "sm_80":
-        # at 168 registers per thread, 3 programs of 4 warps fit, but only one of 8 warps; maxnreg=128 causes spills
+        # with 168 registers per thread, 3 programs of 4 warps fit, but only one of 8 warps; maxnreg=128 causes spills
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if generation == "ampere":
         # without maxnreg, ptxas uses 170 registers for 48 columns, and only one program fits per multiprocessor

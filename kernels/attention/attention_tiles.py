@@ -1,25 +1,26 @@
-"""Device helpers of the attention kernels: the rows of a program, and loads, stores and matmuls of tiles of one head.
+"""Device helpers of the attention kernels: the rows of a program; loads, stores and matmuls of tiles of one head.
 
 Inputs come in three forms:
 
 - fixed: q [B, H, N_q, D], k and v [B, H, N_kv, D]. Every query attends to every key of its head.
-- packed: q, k, v [1, H, total, D], and `sequences` (cu_seqlens), int32 [S + 1] on the device: the start of each
-  sequence and the end of the last one. A program processes one tile of BLOCK rows. The host does not know the lengths,
-  so it launches total // BLOCK + S + 1 programs per head, each for one slot, which has room for one tile. The slots of
-  sequence i start at sequences[i] // BLOCK + i, and always suffice for all its tiles. Each program searches for the
-  sequence of its slot.
-  Rows after the last sequence have no keys; their outputs and gradients are 0.
+- packed: q, k, v [1, H, total, D], and `sequences` (cu_seqlens), int32 [S + 1]: the start of each sequence and the end
+  of the last sequence. Rows after the last sequence have no keys; their outputs and gradients are 0.
 - masked: like fixed, with `key_mask`, bool [B, N_kv], False for masked keys. Loops over keys end at the last unmasked
   key. The output of a query without keys is 0, as in torch's scaled_dot_product_attention.
 
+A program processes tiles of BLOCK rows. For packed inputs, `sequences` is on the device, so the host does not know the
+number of tiles. It launches total // BLOCK + S + 1 programs per head, called slots, with at most one tile each. The
+slots of sequence i start at sequences[i] // BLOCK + i; superfluous slots do nothing. Each program searches `sequences`
+for the sequence of its slot.
+
 A tile holds ROWS rows of one head, [ROWS, D]. Triton's blocks have power-of-two sizes. A tile is therefore a tuple of
-one or two blocks, LO and HI columns wide (80 = 64 + 16). For 80, one block of 128 would need more loads and MMAs.
+one or two blocks, LO and HI columns wide (80 = 64 + 16). One block of 128 columns would need more loads and MMAs.
 
-Tensors [B, H, N, D] with last stride 1 are accessed through TMA descriptors or pointers. Related arguments are grouped:
+Related arguments are grouped:
 
-- source, target: (lo, hi, image, head, stride of images, stride of heads, stride of rows). With TMA, lo and hi are
-  descriptors of the blocks; without, lo points to the tensor and hi is not used. Strides are in units of ALIGN
-  elements: multiplying by this constant shows the compiler that rows are aligned.
+- source, target: (lo, hi, image, head, stride of images, stride of heads, stride of rows) of a tensor [B, H, N, D] with
+  last stride 1. With TMA, lo and hi are descriptors of the blocks. Without TMA, lo points to the tensor and hi is not
+  used. Strides are in units of ALIGN elements, because this constant shows the compiler that rows are aligned.
 - FORM: (D, LO, HI, WIDE, ALIGN). HI is 0 if there is no second block. WIDE: offsets within a tile need int64.
 """
 
@@ -35,7 +36,7 @@ _KEYS_AT_ONCE = tl.constexpr(1024)
 
 @triton.jit
 def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
-    """Counts the sequences in `index` whose first slot is at or before `slot`. Counts only where `inside` is True."""
+    """Counts the sequences in `index`, where `inside` is True, whose first slot is at or before `slot`."""
     first = tl.load(sequences + index, mask=inside, other=0) // BLOCK + index
     return tl.sum((inside & (first <= slot)).to(tl.int32), 0)
 
@@ -44,8 +45,8 @@ def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
 def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
     """Returns (start, begin, end, others_end) of a slot: first row of the tile, begin and end of the sequence.
 
-    `others_end` is where the loop over keys or queries ends. It is `end`, but for slots after the last sequence it is
-    `begin`, so that the loop is empty.
+    Loops over keys or queries run from `begin` to `others_end`, which equals `end`. For slots after the last sequence,
+    `others_end` equals `begin`, so that the loop is empty.
     """
     stride = tl.cdiv(n_sequences + 1, _WAYS)
     index = tl.arange(0, _WAYS) * stride
@@ -68,9 +69,9 @@ def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
 
 @triton.jit
 def rows_of_program(sequences, n_sequences, n_heads, n_rows, n_others, BLOCK: tl.constexpr):
-    """Returns (b, h, bh, start, begin, end, others_end): image, head, b n_heads + h; the rest as in `_find_rows`.
+    """Returns (b, h, bh, start, begin, end, others_end): image, head, b * n_heads + h; the rest as in `_find_rows`.
 
-    Programs of one head are adjacent on the grid, so that they share the streamed tensors of the head in L2.
+    Programs of one head are adjacent on the grid, so that they read the other tensors of the head from L2.
     """
     if sequences is not None:
         slots = n_rows // BLOCK + n_sequences + 1
@@ -245,16 +246,15 @@ def over_tiles(
 ):  # fmt: skip
     """Calls `step` for each tile of rows begin .. end of two streamed tensors; returns the final `state`.
 
-    For fixed inputs, a tile of TAIL rows follows the full tiles (none if 0). For packed and masked inputs with TMA, the
-    partial last tile is loaded by masked pointers: a TMA box would extend past `end`, for packed inputs into the next
-    sequence, which may contain NaN. Without TMA, one loop masks all tiles of these inputs. A second loop for full tiles
-    would spill.
+    For fixed inputs, a tile of TAIL rows (none if 0) follows the full tiles. For packed and masked inputs with TMA, the
+    last, partial tile is loaded through masked pointers, because a TMA box could extend into the next sequence, which
+    may contain NaN. For packed and masked inputs without TMA, one loop masks all tiles, because two loops would spill.
 
     Args:
         step: Function (first, second, start, end, shared, state, ROWS, FORM, TMA, MASKED, FIRST) that returns the new
-            state; if FIRST, `state` is the initial state.
+            state. FIRST: `state` is the initial state.
         first, second: Sources of full tiles.
-        last_first, last_second: Sources of the other tiles, or of all tiles if one loop masks them.
+        last_first, last_second: Sources of the last tile, or of all tiles if one loop masks all tiles.
     """
     if FIXED and FULL and TMA:
         # If the loop could be empty, the compiler would merge the accumulators of asynchronous wgmma with zeros, and
