@@ -96,7 +96,7 @@ def test_other_builds() -> None:
         ({"spill_loads": 2}, ["spills: 2 loads"]),
         ({"grid_waits": 0}, ["no grid_waits"]),
         ({"grid_starts": 0}, ["no grid_starts"]),
-        ({"early_accesses": 2}, ["2 accesses to global memory before ACQBULK"]),
+        ({"early_accesses": 2}, ["2 accesses to global memory before griddepcontrol.wait"]),
         ({"shared_bytes": 300_000}, ["shared memory"]),
         ({"ctas_per_sm": 0}, ["does not fit"]),
     ],

@@ -1,4 +1,4 @@
-"""Builds of the attention kernels: launches recorded for the layouts that the launch policy distinguishes."""
+"""Builds (`offline.Build`) of the attention kernels, for all cases that the launch policy distinguishes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ..device import has_fp8, matrix_instruction
 from . import offline
 from .offline import Build
 
-# (tokens, head_dim) of ViT at 224 and 384 pixels, ViT-H and SigLIP So400m, and of each remaining tile width.
+# (tokens, head_dim) of ViT at 224 and 384 pixels, ViT-H, SigLIP So400m, and each other tile width.
 _HALF_SHAPES = (
     (197, 64), (256, 64), (577, 64), (197, 80), (257, 80), (256, 72), (729, 72),
     (197, 32), (197, 48), (577, 48), (577, 96), (577, 128),
 )  # fmt: skip
 _FP32_SHAPES = ((197, 64), (257, 80), (577, 128))
 _FP16_SHAPES = ((197, 64), (577, 64), (257, 80))
-# (mean length of packed sequences, head_dim) of Qwen-VL (images, windows), SigLIP 2, and each remaining tile width.
+# (mean length of packed sequences, head_dim) of images and windows of Qwen-VL, SigLIP 2, and each other tile width.
 _PACKED_SHAPES = (
     (1024, 80), (64, 80), (1024, 64), (1024, 72), (1024, 128), (64, 128), (1024, 96), (1024, 48), (1024, 32),
 )  # fmt: skip
 _MASKED_SHAPES = ((256, 72), (1024, 64), (1024, 128))
 _E4M3_SHAPES = ((197, 64, "tma"), (577, 64, "tma"), (257, 80, "tma"), (729, 72, "vector"))
-# (tokens, head_dim, form) of core builds (`Build.core`), bf16, access "tma": for all architectures, then for some.
+# (tokens, head_dim, form) of core builds (`Build.core`), in bf16 with access "tma". _CORE_OF: further core builds.
 _CORE = {(197, 64, "fixed"), (1024, 80, "packed")}
 _CORE_OF = {
     "sm_90": {(577, 64, "fixed"), (257, 80, "fixed"), (1024, 72, "packed"), (256, 72, "masked")},
@@ -59,7 +59,7 @@ def _builds(
     arch: str, tokens: int, head_dim: int, access: str = "tma", *, dtype: torch.dtype = torch.bfloat16,
     batch: int = 256, queries: int | None = None, form: str = "fixed",
 ) -> Iterator[Build]:  # fmt: skip
-    """Yields the builds of forward and backward, or of a forward to e4m3. The default batch fills several waves."""
+    """Yields the builds of forward and backward, or only of the forward for form "to e4m3"."""
     q, k, v, o, do = _tensors(tokens, head_dim, access, dtype, batch, queries or tokens, form)
     lse, scale = torch.empty(q.shape[:3], dtype=torch.float32, device="meta"), head_dim**-0.5
     options: dict[str, Any] = {}
@@ -91,9 +91,9 @@ def _builds(
 def _tensors(
     tokens: int, head_dim: int, access: str, dtype: torch.dtype, batch: int, queries: int, form: str
 ) -> list[torch.Tensor]:
-    """Returns q, k, v, o and the gradient of o [B, H, N, D], for which the policy selects `access`.
+    """Returns q, k, v, o and the gradient of o, each [B, H, N, D], for which the policy selects `access`.
 
-    In q, k and v, the batch stride is 0 for "vector", and the storage offset is one element for "scalar".
+    For "vector", the batch stride of q, k and v is 0. For "scalar", their storage offset is one element.
     """
     shape = (1 if access == "vector" else batch, max(queries, tokens), 3, _HEADS, head_dim)
     flat = torch.empty(torch.Size(shape).numel() + 1, dtype=dtype, device="meta")

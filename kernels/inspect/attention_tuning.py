@@ -1,7 +1,7 @@
 """Measures configurations of the attention kernels on the current GPU; writes the fastest to attention_table.json.
 
-`vit-fast kernels --tune` calls `tune`. A candidate must compile, run, and match the output of the default: the
-configuration that `attention_policy.py` chooses. The candidate with the lowest median device time wins.
+`vit-fast kernels --tune` calls `tune`. The default is the configuration that `attention_policy.py` chooses. A candidate
+must compile, run, and match the output of the default. The candidate with the lowest median device time wins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..launch import Launch
 
 Config = ForwardConfig | BackwardConfig
 
-# (batch, tokens, heads, head_dim) of ViTs. Of shapes that share an entry (`Problem.shape_class`), the last one counts.
+# (batch, tokens, heads, head_dim) of ViTs. If shapes share an entry (`Problem.shape_class`), the last shape counts.
 SHAPES = (
     (256, 197, 12, 64), (64, 577, 16, 64), (64, 256, 16, 80), (64, 257, 16, 80), (32, 256, 16, 72), (32, 729, 16, 72),
     (64, 197, 12, 32), (64, 577, 12, 128),
@@ -36,7 +36,7 @@ _TOLERANCE = 2e-2  # absolute and relative, for bf16 outputs of order one
 
 @dataclass(frozen=True)
 class Task:
-    """A kernel and a problem: default configuration, function from configuration to launch, and output tensors."""
+    """A kernel and a problem: default configuration, function that returns a launch, and output tensors."""
 
     kernel: str
     problem: Problem
@@ -64,9 +64,9 @@ def candidates(task: Task) -> Iterator[Config]:
 
 
 def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, float]:
-    """Returns the fastest configuration whose output matches that of the default, and its time in ms.
+    """Returns the fastest configuration whose output matches the output of the default, and its time in ms.
 
-    `measure` returns the time of a launch in ms; an exception excludes the candidate.
+    `measure` returns the time of a launch in ms. If a candidate raises an exception, it is skipped.
     """
     times: dict[Config, float] = {}
     expected: list[torch.Tensor] = []
@@ -110,9 +110,9 @@ def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.devi
 def tune(
     shapes: Iterable[tuple[int, int, int, int]] = SHAPES, path: Path = TABLE_PATH, report: Callable[[str], None] = print
 ) -> None:
-    """Measures all kernels and shapes on the current GPU, and updates the table after each measurement."""
+    """Finds the fastest configuration per kernel and shape on the current GPU, and updates the table each time."""
     if not torch.cuda.is_available():
-        raise RuntimeError("tuning must run on a machine with a GPU, got none")
+        raise RuntimeError("tuning requires a CUDA GPU, but torch.cuda.is_available() is False")
     for shape in shapes:
         for task in tasks(*shape, device=torch.device("cuda")):
             config, ms = fastest(task, lambda launch: do_bench(launch.run, warmup=10, rep=60, return_mode="median"))

@@ -1,7 +1,7 @@
-"""Builds of the kernels of blocks: launches of the operators, recorded with the configurations in matmul_policy.py.
+"""Builds (`offline.Build`) of the kernels of encoder blocks, in each configuration of matmul_policy.py.
 
-`_BLOCKS` and `_FP8_BLOCKS` list the blocks. Widths are those of ViT-B/16, in FP8 those of ViT-L/16. Some blocks have
-other numbers and widths of heads. The numbers of images and tokens do not change a kernel.
+`_BLOCKS` and `_FP8_BLOCKS` list the blocks. The widths are from ViT-B/16, in FP8 from ViT-L/16. The numbers of images
+and tokens do not change a kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..matmul.matmul_launch import MatmulConfig
 from . import offline
 from .offline import Build
 
-_PARTS = 5  # parts of K in split-K; all numbers of parts above 1 share a kernel
+_PARTS = 5  # parts of K in split-K; any number above 1 gives the same kernel
 _IMAGES, _TOKENS, _PREFIX = 2, 200, 1
 _C, _F, _C8, _F8 = 768, 3072, 1024, 4096
 _HALF, _FULL, _E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -39,7 +39,7 @@ _DTYPES = {
 
 _MLP, _ATTENTION = {"halves": ("mlp",)}, {"halves": ("attention",)}
 _HEADS72, _HEADS128 = {"head_dim": 72, "heads": 16}, {"head_dim": 128, "heads": 6}
-# (name, keys of `_DTYPES`, arguments of `_block`). "first": build only the first configuration of each matmul.
+# (name, keys of `_DTYPES`, arguments of `_block`). "first": builds only the first configuration of each matmul.
 _BLOCKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("gelu", "bf16 fp32 autocast", {}),
     ("gelu alone", "fp16", {**_MLP, "first": True}),
@@ -171,7 +171,7 @@ def _calls(arch: str) -> Iterator[tuple[str, torch.dtype, bool, _Call]]:
 class _Configurations:
     """Replaces the launch policy: each matmul gets entry `number` of its table, or the last entry of a shorter table.
 
-    If `splits` is True, tables of matmuls that the policy may split along K end with configurations of split-K.
+    `splits` adds configurations of split-K to the tables of matmuls that the policy may split along K.
     """
 
     def __init__(self, arch: str, splits: bool) -> None:
@@ -198,7 +198,7 @@ class _Configurations:
 
 
 def block_builds(arch: str, core: bool = False) -> Iterator[Build]:
-    """Yields builds of all launches but attention; if `core`, only of the first configuration of calls in `_CORE`."""
+    """Yields builds of all kernels except attention. `core`: only the first configuration of the calls in `_CORE`."""
     for name, dtype, first_only, call in _calls(arch):
         if core and name not in _CORE:
             continue

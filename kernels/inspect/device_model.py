@@ -1,6 +1,6 @@
 """Estimates the device time of launches from their FLOPs and bytes, without running them.
 
-The estimate of a launch is the longer of its compute time and the DRAM time to access each tensor once.
+The estimate of a launch is the maximum of its compute time and the DRAM time to access each tensor once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ATTENTION_MATMULS = {"_attention_bwd_dq_kernel": 3, "_attention_bwd_dkdv_kernel
 
 
 def estimate(launch: Launch, arch: str) -> dict[str, Any]:
-    """Compiles a launch for `arch`; returns its tile, waves, bytes, FLOPs, registers and estimated time in us."""
+    """Compiles a launch for `arch`. Returns its tile, waves, megabytes, GFLOP, registers and estimated time in us."""
     gpu, stats = offline.architecture(arch), compile_stats(launch, arch)
     c, args = launch.constants, launch.args
     leaves = [getattr(leaf, "base", leaf) for leaf in tree_leaves(dict(args))]  # `base` of tensor descriptors

@@ -1,6 +1,6 @@
-"""Records the launches of operators for an architecture, and compiles them, both without a GPU.
+"""Records the launches of operators for an architecture and compiles them without a GPU.
 
-`compile_launch` uses triton's ptxas. `TRITON_INTERPRET` must be unset.
+To compile, `TRITON_INTERPRET` must be unset.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def compile_launch(launch: Launch, arch: str) -> Any:
     """Returns triton's CompiledKernel of a launch; raises RuntimeError if triton's interpreter is active."""
     if is_interpreted():
         raise RuntimeError(
-            "kernels cannot be compiled: triton was imported with TRITON_INTERPRET=1; unset it and restart the process"
+            "TRITON_INTERPRET must be unset before importing triton, to compile kernels: unset it and restart"
         )
     target = _target(arch)
     return triton.compile(ASTSource(launch.kernel, *_specialize(launch, target)), target, launch.options())
@@ -113,7 +113,7 @@ def _target(arch: str) -> GPUTarget:
 
 
 def _specialize(launch: Launch, target: GPUTarget) -> tuple[Any, Any, Any]:
-    """Returns types, constants and divisibility of the arguments, as `JITFunction.run` of triton derives them."""
+    """Returns types, constants and divisibility of the arguments, derived as in triton's `JITFunction.run`."""
     kernel, options = launch.kernel, launch.options()
     bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
     arguments, specialized, _ = bind(**launch.args, **launch.constants, **options)

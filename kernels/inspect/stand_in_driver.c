@@ -1,8 +1,8 @@
-/* A stand-in for libcuda.so.1: the functions that Triton's launch path calls. It executes nothing and reads no tensor.
+/* A stand-in for libcuda.so.1: the functions that Triton's launch path calls. They execute and read nothing.
  *
- * It counts calls and checks them: tensor maps by the rules that cuda.h documents for cuTensorMapEncodeTiled, launches
- * by the limits of the device that stand_in_configure sets. If a call breaks a rule, it returns an error code of the
- * driver and saves a description for stand_in_violation.
+ * The functions count calls and check them. The rules for tensor maps are in cuda.h, at cuTensorMapEncodeTiled.
+ * stand_in_configure sets the limits of launches. A call that breaks a rule returns an error code of the driver, and
+ * stand_in_violation returns a description.
  */
 #include "cuda.h"
 #include <stdatomic.h>
@@ -34,7 +34,7 @@ void stand_in_configure(int arch, int multiprocessors, int shared_per_block, int
 static char violations[MAX_VIOLATIONS][TEXT];
 static _Thread_local char last_error[TEXT] = "rejected by the stand-in driver";
 
-/* The description of a violation; empty past the last one and past MAX_VIOLATIONS. */
+/* Returns the description of a violation; empty if there is none, or if index >= MAX_VIOLATIONS. */
 const char *stand_in_violation(int index) { return index >= 0 && index < MAX_VIOLATIONS ? violations[index] : ""; }
 
 static CUresult refuse(CUresult code, const char *text) {
@@ -154,7 +154,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction handle, void **par
       c->gridDimZ > 65535)
     problem = "the grid must be 1..2147483647 by 1..65535 by 1..65535";
   else if (threads < 1 || threads > MAX_THREADS || c->blockDimZ > 64)
-    problem = "a block must have 1..1024 threads";
+    problem = "a block must have 1..1024 threads, at most 64 along z";
   else if (dependent && device.arch < 90)
     problem = "programmatic dependent launch needs sm_90 or newer";
   else if (c->sharedMemBytes > (unsigned)function->dynamic_shared)
@@ -187,7 +187,7 @@ static unsigned element_bytes(CUtensorMapDataType type) {
   case CU_TENSOR_MAP_DATA_TYPE_UINT64:
   case CU_TENSOR_MAP_DATA_TYPE_INT64:
   case CU_TENSOR_MAP_DATA_TYPE_FLOAT64: return 8;
-  default: return 0; /* rejects packed types, whose rules are not implemented here */
+  default: return 0; /* rejects packed types, whose rules are not implemented */
   }
 }
 

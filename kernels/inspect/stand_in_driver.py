@@ -1,9 +1,10 @@
-"""Triton's launch path without a GPU: a stand-in for the CUDA driver that accepts CPU tensors and launches nothing.
+"""Triton's launch path without a GPU: a stand-in for the CUDA driver that accepts CPU tensors and executes no kernel.
 
 `install(arch)` builds a libcuda.so.1 from `stand_in_driver.c` and makes it Triton's driver for this process. Triton
-then specializes, compiles and loads kernels, encodes descriptors and packs arguments as on a GPU. The stand-in
-counts and checks launches and descriptors. It executes no kernel, so results are undefined. It also serves to measure
-host time. Install it in a separate process, without CUDA and without Triton's interpreter.
+then specializes, compiles and loads kernels, encodes descriptors and packs arguments as on a GPU. The stand-in counts
+and checks launches and descriptors, and serves to measure host time. The outputs of kernels are undefined.
+
+Install the stand-in in a separate process, without a GPU and without Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class StandInDriver:
         return Counters(*(ctypes.c_long.in_dll(self._library, f"stand_in_{name}").value for name in Counters._fields))
 
     def violations(self) -> list[str]:
-        """Describes the rejected calls, at most 64."""
+        """Returns descriptions of the first 64 rejected calls."""
         return [self._library.stand_in_violation(i).decode() for i in range(min(self.counters().violations, 64))]
 
     def reset(self) -> None:
@@ -60,19 +61,19 @@ class StandInDriver:
 def install(arch: str, library: Path | None = None) -> StandInDriver:
     """Makes the stand-in Triton's driver for this process. Call it before the first launch.
 
-    `library` is a libcuda.so.1 compiled from `stand_in_driver.c`; None compiles it. Raises ValueError for an unknown
-    architecture. Raises RuntimeError if CUDA, the interpreter or libcuda.so.1 is active, or without a C compiler.
+    `library` is a libcuda.so.1 compiled from `stand_in_driver.c`; None compiles it. Raises ValueError if `arch` is
+    unknown, and RuntimeError if this process cannot use the stand-in.
     """
     limits, gpu = offline.architecture(arch), offline.gpu(arch)
     if torch.cuda.is_available():
         raise RuntimeError("the stand-in driver requires a machine without a GPU: set CUDA_VISIBLE_DEVICES=''")
     if is_interpreted():
-        raise RuntimeError("TRITON_INTERPRET must be unset, because the stand-in driver runs compiled kernels")
+        raise RuntimeError("TRITON_INTERPRET must be unset, because the stand-in driver requires compiled kernels")
     if device.stand_in is not None:
         raise RuntimeError("the stand-in driver is already installed in this process")
     library = library or _build()
     # Triton links its launcher against libcuda.so.1 in this folder. When the launcher is loaded, the dynamic linker
-    # uses the libcuda.so.1 that this process loaded first. This must be the stand-in.
+    # uses the libcuda.so.1 that this process loaded first, which must be the stand-in.
     os.environ["TRITON_LIBCUDA_PATH"] = str(library.parent)
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     if not hasattr(ctypes.CDLL(library.name), "stand_in_configure"):
@@ -89,7 +90,7 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
 
 
 def _build() -> Path:
-    """Builds libcuda.so.1 in Triton's cache folder, unless it already exists."""
+    """Returns libcuda.so.1 in Triton's cache folder. Builds the library if it does not exist."""
     key = hashlib.sha256(triton.__version__.encode() + _SOURCE.read_bytes()).hexdigest()[:32]
     library = Path(triton.knobs.cache.dir) / f"vit_fast_stand_in_{key}" / "libcuda.so.1"
     if not library.exists():

@@ -1,7 +1,7 @@
-"""Kernels in every shipped configuration: statistics, reasons not to ship them, and the committed baseline.
+"""Static checks of the kernels in every shipped configuration: statistics, problems, and the committed baseline.
 
-The baseline contains all builds for sm_90, and the core builds for other architectures. Only
-`vit-fast kernels --update-baseline` changes `baseline.json`.
+The baseline, `baseline.json`, contains all builds for sm_90 and the core builds for other architectures. Only
+`vit-fast kernels --update-baseline` changes it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from .offline import Build, architecture
 Stats = dict[str, int]
 """Resources and instruction counts of a compiled kernel.
 
-Keys: registers, stack_bytes, shared_bytes, ctas_per_sm, warps, and numbers of instructions: instructions (all but NOP),
-spill_loads, spill_stores, async_copies, hgmma, hmma, tcgen05 and e4m3 (MMA), tma_loads, tma_stores, and for dependent
-launches grid_waits (ACQBULK) and grid_starts (PREEXIT). `early_accesses`: accesses to global memory before ACQBULK
-(ptx.py). If SASS has more `wgmma_waits` than `wgmma_waits_in_ptx`, ptxas has serialized wgmma (warnings C75xx).
+Resources: registers per thread, stack_bytes, shared_bytes, ctas_per_sm, warps. Numbers of instructions in SASS:
+
+- instructions (all but NOP), spill_loads, spill_stores, async_copies, tma_loads, tma_stores
+- hgmma (wgmma), hmma (mma.sync with fp16, bf16 or TF32), tcgen05; e4m3: MMAs with e4m3
+- grid_waits (griddepcontrol.wait), grid_starts (griddepcontrol.launch_dependents); see ptx.py
+- early_accesses: accesses to global memory before griddepcontrol.wait
+- wgmma_waits: if there are more than wgmma_waits_in_ptx, ptxas has serialized wgmma (warnings C75xx)
 """
 
 BASELINE_PATH = Path(__file__).with_name("baseline.json")
@@ -44,7 +47,7 @@ _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z
 
 
 def builds(arch: str, core: bool = False) -> Iterator[Build]:
-    """Yields the shipped builds for an architecture, or its core builds only. Builds with equal kernels occur once."""
+    """Yields the shipped builds for an architecture, or only its core builds. Yields one build per compiled kernel."""
     architecture(arch)
     kernels, keys = set(), set()
     for build in (*attention_builds(arch), *block_builds(arch, core)):
@@ -114,7 +117,7 @@ def problems(build: Build, stats: Stats, arch: str) -> list[str]:
     dependent = ("grid_waits", "grid_starts") if build.launch.constants.get("DEPENDENT") else ()
     found += [f"no {name} in the machine code" for name in (*build.needs, *dependent) if not stats[name]]
     if stats["early_accesses"]:
-        found.append(f"{stats['early_accesses']} accesses to global memory before ACQBULK")
+        found.append(f"{stats['early_accesses']} accesses to global memory before griddepcontrol.wait")
     if stats["shared_bytes"] > (most := architecture(arch).shared_bytes_per_block):
         found.append(f"{stats['shared_bytes']} bytes of shared memory, {arch} has {most} per block")
     if stats["ctas_per_sm"] < 1:
@@ -129,7 +132,7 @@ def read_baseline(path: Path = BASELINE_PATH) -> dict[str, Any]:
 
 
 def regressions(baseline: Mapping[str, Any], key: str, now: Stats) -> list[str]:
-    """Lists counts that grew by over 10 % since the baseline, and instructions that vanished, or a missing build."""
+    """Lists differences from the baseline: counts that grew by over 10 %, vanished instructions, or a missing build."""
     before = baseline["builds"].get(key)
     if before is None:
         return ["not in the baseline: run vit-fast kernels --update-baseline"]
@@ -142,7 +145,7 @@ def regressions(baseline: Mapping[str, Any], key: str, now: Stats) -> list[str]:
 
 
 def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> None:
-    """Writes `found`. Preserves the entries of other architectures, if the triton version is unchanged."""
+    """Writes `found`. Keeps the entries of other architectures if the triton version is the same."""
     builds: dict[str, Any] = {}
     if path.exists() and (old := read_baseline(path))["triton"] == triton.__version__:
         written = {key.partition("/")[0] for key in found}
