@@ -45,8 +45,7 @@ def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
 def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
     """Returns (start, begin, end, others_end) of a slot: first row of the tile, begin and end of the sequence.
 
-    Loops over keys or queries run from `begin` to `others_end`. It is `end`, or, for a slot after the last sequence,
-    `begin`.
+    The loop over keys or queries ends at `others_end`: `end`, or `begin` for slots after the last sequence.
     """
     stride = tl.cdiv(n_sequences + 1, _WAYS)
     index = tl.arange(0, _WAYS) * stride
@@ -247,8 +246,8 @@ def over_tiles(
     """Calls `step` for each tile of rows begin .. end of two streamed tensors; returns the final `state`.
 
     For fixed inputs, a tile of TAIL rows (none if 0) follows the full tiles. For packed and masked inputs with TMA, the
-    last, partial tile is loaded through masked pointers. A TMA box could extend past `end` into the next sequence, which
-    may contain NaN. Without TMA, one loop masks all tiles of packed and masked inputs, because two loops would spill.
+    last, partial tile is loaded through masked pointers. A TMA box could extend past `end` into the next sequence,
+    which may contain NaN. Without TMA, one loop masks all tiles of packed and masked inputs, as two loops would spill.
 
     Args:
         step: Function (first, second, start, end, shared, state, ROWS, FORM, TMA, MASKED, FIRST) that returns the new

@@ -2,9 +2,8 @@
 
 `install(arch)` builds a libcuda.so.1 from `stand_in_driver.c` and makes it Triton's driver for this process. Triton
 then specializes, compiles and loads kernels, encodes descriptors and packs arguments as on a GPU. The stand-in counts
-and checks launches and descriptors, and serves to measure host time. The outputs of kernels are undefined.
-
-Install the stand-in in a separate process, without a GPU and without Triton's interpreter.
+and checks launches and descriptors. Outputs of kernels are undefined, but host time can be measured. Install the
+stand-in in a separate process, without a GPU and without Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -27,12 +27,11 @@ from .offline import Build, architecture
 Stats = dict[str, int]
 """Resources and instruction counts of a compiled kernel.
 
-Resources: registers per thread, stack_bytes, shared_bytes, ctas_per_sm, warps. Numbers of instructions in SASS:
+Resources: registers per thread, stack_bytes, shared_bytes, ctas_per_sm, warps. Numbers of machine instructions:
 
-- instructions (all but NOP), spill_loads, spill_stores, async_copies, tma_loads, tma_stores
-- hgmma (wgmma), hmma (mma.sync with fp16, bf16 or TF32), tcgen05; e4m3: MMAs with e4m3
-- grid_waits (griddepcontrol.wait), grid_starts (griddepcontrol.launch_dependents); see ptx.py
-- early_accesses: accesses to global memory before griddepcontrol.wait
+- instructions (all but NOP), spill_loads, spill_stores, async_copies, tma_loads, tma_stores, hgmma, hmma, tcgen05
+- e4m3: MMAs with e4m3; early_accesses: accesses to global memory before griddepcontrol.wait
+- grid_waits: griddepcontrol.wait; grid_starts: griddepcontrol.launch_dependents (ptx.py)
 - wgmma_waits: if there are more than wgmma_waits_in_ptx, ptxas has serialized wgmma (warnings C75xx)
 """
 
@@ -137,11 +136,11 @@ def regressions(baseline: Mapping[str, Any], key: str, now: Stats) -> list[str]:
     if before is None:
         return ["not in the baseline: run vit-fast kernels --update-baseline"]
     found = [
-        f"{name} grew from {before[name]} to {now[name]}"
+        f"{name} grew from {before[name]} to {now[name]}, by more than 10 %"
         for name in _GROWING
         if name in before and now[name] > ALLOWED_GROWTH * before[name]
     ]
-    return found + [f"lost its {name}" for name in _MUST_STAY if before[name] and not now[name]]
+    return found + [f"no {name} in the machine code, the baseline has {before[name]}" for name in _MUST_STAY if before[name] and not now[name]]
 
 
 def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> None:
