@@ -140,7 +140,7 @@ def regressions(baseline: Mapping[str, Any], key: str, now: Stats) -> list[str]:
         for name in _GROWING
         if name in before and now[name] > ALLOWED_GROWTH * before[name]
     ]
-    return found + [f"no {name}, the baseline has {before[name]}" for name in _MUST_STAY if before[name] and not now[name]]
+    return found + [f"no {name}, baseline has {before[name]}" for name in _MUST_STAY if before[name] and not now[name]]
 
 
 def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> None:
