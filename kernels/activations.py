@@ -1,7 +1,7 @@
 """Activation functions of the MLP and their derivatives, computed in fp32.
 
 Exact GELU is x Phi(x), where Phi is the standard normal CDF. For results in fp32, Phi is computed with erf. For results
-in other dtypes, it is approximated, with a third of the instructions, by
+in other dtypes, Phi is approximated, with a third of the instructions, by
 
     Phi(x) = 1 / (1 + exp(-x P(|x|)))
 

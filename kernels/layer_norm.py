@@ -1,11 +1,11 @@
 """LayerNorm statistics, and the input of a linear layer with the LayerNorm folded in (`linear/folding.py`).
 
 The statistics of a row of x [M, C] are mean and rstd = 1 / sqrt(variance + eps). The kernel that writes x usually also
-writes partial statistics (`row_parts.py`); otherwise, a separate kernel does. The matmul that reads x combines them.
+writes partial statistics (`row_parts.py`); otherwise, a separate kernel does. The matmul that reads x combines the parts.
 
 Two special cases, with W'', s, c and z as defined in `linear/folding.py`:
 - fp32 x (in an fp32 model, or under autocast): a separate kernel writes n = (x - mean) rstd in the dtype of the matmul,
-  and z = n W''^T + c. Rounding x itself would lose precision if |mean| is large, and x may overflow fp16.
+  and z = n W''^T + c. Rounding x itself would lose precision if |mean| exceeds std, and x may overflow fp16.
 - Constant rows in fp16 or bf16: rstd = 1 / sqrt(eps) would amplify the rounding error of x W''^T - mean s, whose exact
   value is 0. The kernels therefore mark a constant row by a negative rstd. The forward multiplies by max(rstd, 0), so
   z = c. The backward multiplies by |rstd|, or by 1 in the weight gradient (see `matmul/gradient_epilogues.py`).
@@ -264,7 +264,7 @@ def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
 
 
 def norm_input(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, rms: bool = False) -> NormInput:
-    """Returns the input for x [M, C]. Normalizes fp32 x to `dtype`; for half-precision x, computes `part` if None."""
+    """Returns x [M, C] as `NormInput`. Normalizes fp32 x to `dtype`; computes `part` of half-precision x if None."""
     M, C = x.shape
     if x.dtype == torch.float32:
         normalized, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(1, M)

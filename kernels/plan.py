@@ -11,7 +11,8 @@ value: an input, a buffer, or the result of a torch operator. A replay allocates
 the current stream.
 
 The function may allocate tensors, create views, launch kernels and call torch operators. A replay repeats the calls of
-torch operators. A function that e.g. uses a global tensor or returns a number cannot be planned, and runs in each call.
+torch operators. A function that e.g. uses a global tensor, or returns a view of an argument, cannot be planned. Such a
+function runs in every call.
 
 Buffers that only kernels use share one allocation, and overlap if their live ranges are disjoint. A kernel must
 therefore never read memory that no kernel of the plan has written.
@@ -56,7 +57,7 @@ def run(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     """Returns function(*arguments), replayed if there is a plan.
 
     Args:
-        arguments: Tensors, None, and hashable values. No result of `function` may share memory with a tensor argument.
+        arguments: Tensors, None, and hashable values.
     """
     if _INTERPRETED:
         return function(*arguments)

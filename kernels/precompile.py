@@ -70,7 +70,7 @@ def collect() -> Iterator[list[Request]]:
     """Collects the vit-fast kernels that this thread would compile, in the order of their launches.
 
     The yielded list is empty until the context ends. The collected kernels are not launched, so their outputs are
-    undefined. Compiled kernels and other threads run as usual, but without launch plans (`plan.py`).
+    undefined. All other kernels, and other threads, run as usual, but without launch plans (`plan.py`).
     """
     runtime, thread = triton.knobs.runtime, threading.get_ident()
     before = runtime.jit_cache_hook

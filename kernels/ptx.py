@@ -1,10 +1,10 @@
 """PTX instructions for the kernels. In Triton's interpreter, they are skipped or replaced.
 
 Programmatic dependent launch: a kernel with the constant DEPENDENT may start before the previous kernel in the stream
-has ended. With small batches, launching a kernel and loading weights may take as long as computing. Before it calls
+has ended. With small batches, launching a kernel and loading weights may take as long as computing. Until its call of
 `wait_for_previous`, a kernel only computes addresses and prefetches weights into L2. The prefetch is safe even while an
 earlier kernel writes the weights. `wait_for_previous` waits for the end of the previous kernel, then allows the next
-kernel to start. After this call, all earlier kernels have ended.
+kernel to start. Therefore, all earlier kernels have ended when `wait_for_previous` returns.
 
 FP8 (e4m3: 4 exponent bits, 3 mantissa bits): an FP8 linear layer reads x8 = e4m3(x / scale). The kernel that computes x
 or its LayerNorm statistics also writes x8. Instead of dividing, kernels multiply by the reciprocal of the scale, named

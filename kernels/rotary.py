@@ -6,7 +6,8 @@ norm, y = n w + b. Each pair of channels (y_1, y_2) is rotated by an angle, give
     out_1 = y_1 cos - y_2 sin,  out_2 = y_2 cos + y_1 sin
 
 A pair is channels j and j + D/2, or 2j and 2j + 1. The first `prefix` tokens of an image are not rotated. In the
-backward, dy is dout rotated by the opposite angle. With dn = dy w, rstd = 1 / std, and means over all channels of n:
+backward, dy is dout rotated by the opposite angle. With dn = dy w, rstd = 1 / sqrt(variance + eps), and means over all
+channels of n:
 
     dx = rstd (dn - mean(dn) - n mean(dn n)),  dw = sum dy n,  db = sum dy
 

@@ -73,7 +73,7 @@ def _query_tile(
     rows = start + tl.arange(0, ROWS)
     row_offset += rows
     tl.store(delta_ptr + row_offset, delta, mask=rows < n_q)
-    # reload do and delta, because do would stay in registers in the layout of the reduction, and spill
+    # reload do and delta: otherwise, do would stay in registers in the layout of the reduction, and spill
     tl.debug_barrier()
     delta = tl.load(delta_ptr + row_offset, mask=rows < n_q, other=0.0)
     qt = load_tile(queries, start, n_q, ROWS, FORM, TMA, True)

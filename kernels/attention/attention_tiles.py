@@ -70,7 +70,7 @@ def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
 def rows_of_program(sequences, n_sequences, n_heads, n_rows, n_others, BLOCK: tl.constexpr):
     """Returns (b, h, bh, start, begin, end, others_end): image, head, b * n_heads + h; the rest as in `_find_rows`.
 
-    Programs of one head are adjacent on the grid, so that they read the other tensors of the head from L2.
+    Programs of one head are adjacent on the grid, so that the tensors over which they loop stay in L2.
     """
     if sequences is not None:
         slots = n_rows // BLOCK + n_sequences + 1

@@ -1,4 +1,4 @@
-"""Builds (`offline.Build`) of the attention kernels, for all cases that the launch policy distinguishes."""
+"""Builds (`offline.Build`) of the attention kernels, for the cases that the launch policy distinguishes."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def candidates(task: Task) -> Iterator[Config]:
 def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, float]:
     """Returns the fastest configuration whose output matches the output of the default, and its time in ms.
 
-    `measure` returns the time of a launch in ms. If a candidate raises an exception, it is skipped.
+    `measure` returns the time of a launch in ms. Candidates that raise an exception are skipped.
     """
     times: dict[Config, float] = {}
     expected: list[torch.Tensor] = []
@@ -110,7 +110,7 @@ def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.devi
 def tune(
     shapes: Iterable[tuple[int, int, int, int]] = SHAPES, path: Path = TABLE_PATH, report: Callable[[str], None] = print
 ) -> None:
-    """Finds the fastest configuration per kernel and shape on the current GPU, and updates the table each time."""
+    """Finds the fastest configuration per kernel and shape on the current GPU, and updates the table after each result."""
     if not torch.cuda.is_available():
         raise RuntimeError("tuning requires a CUDA GPU, but torch.cuda.is_available() is False")
     for shape in shapes:

@@ -97,7 +97,7 @@ def compile_launch(launch: Launch, arch: str) -> Any:
     """Returns triton's CompiledKernel of a launch; raises RuntimeError if triton's interpreter is active."""
     if is_interpreted():
         raise RuntimeError(
-            "TRITON_INTERPRET must be unset before importing triton, to compile kernels: unset it and restart"
+            "TRITON_INTERPRET must be unset to compile kernels: unset TRITON_INTERPRET and restart the process"
         )
     target = _target(arch)
     return triton.compile(ASTSource(launch.kernel, *_specialize(launch, target)), target, launch.options())

@@ -1,4 +1,4 @@
-/* A stand-in for libcuda.so.1: the functions that Triton's launch path calls. They execute and read nothing.
+/* A stand-in for libcuda.so.1: the functions that Triton's launch path calls. They execute no kernel.
  *
  * The functions count calls and check them. The rules for tensor maps are in cuda.h, at cuTensorMapEncodeTiled.
  * stand_in_configure sets the limits of launches. A call that breaks a rule returns an error code of the driver, and

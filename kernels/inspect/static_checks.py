@@ -46,7 +46,7 @@ _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z
 
 
 def builds(arch: str, core: bool = False) -> Iterator[Build]:
-    """Yields the shipped builds for an architecture, or only its core builds. Yields one build per compiled kernel."""
+    """Yields the shipped builds for an architecture, or only its core builds. Yields one build per distinct kernel."""
     architecture(arch)
     kernels, keys = set(), set()
     for build in (*attention_builds(arch), *block_builds(arch, core)):
@@ -144,7 +144,7 @@ def regressions(baseline: Mapping[str, Any], key: str, now: Stats) -> list[str]:
 
 
 def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> None:
-    """Writes `found`. Keeps the entries of other architectures if the triton version is the same."""
+    """Writes `found`. Preserves the entries of other architectures if the triton version is the same."""
     builds: dict[str, Any] = {}
     if path.exists() and (old := read_baseline(path))["triton"] == triton.__version__:
         written = {key.partition("/")[0] for key in found}
