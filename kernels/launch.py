@@ -117,8 +117,7 @@ _ready: dict[tuple[Any, ...], Ready] = {}
 MAX_READY = 4096
 
 
-# If a thread sets `listening.listener`, `Launch.run` calls the listener after each launch, with the `Launch` and its
-# `Ready`, or None if triton itself must launch the kernel or is still compiling it.
+# `Launch.run` calls the `listening.listener` of its thread, if set, with the `Launch` and its `Ready` or None.
 listening = threading.local()
 
 

@@ -1,7 +1,7 @@
 """LayerNorm statistics, and the input of a linear layer with the LayerNorm folded in (`linear/folding.py`).
 
 The statistics of a row of x [M, C] are mean and rstd = 1 / sqrt(variance + eps). The kernel that writes x usually also
-writes partial statistics (`row_parts.py`); otherwise, a separate kernel does. The matmul that reads x combines the parts.
+writes partial statistics (`row_parts.py`); otherwise, a separate kernel does. The next matmul combines the parts.
 
 Two special cases, with W'', s, c and z as defined in `linear/folding.py`:
 - fp32 x (in an fp32 model, or under autocast): a separate kernel writes n = (x - mean) rstd in the dtype of the matmul,

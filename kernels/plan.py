@@ -11,8 +11,7 @@ value: an input, a buffer, or the result of a torch operator. A replay allocates
 the current stream.
 
 The function may allocate tensors, create views, launch kernels and call torch operators. A replay repeats the calls of
-torch operators. A function that e.g. uses a global tensor, or returns a view of an argument, cannot be planned. Such a
-function runs in every call.
+torch operators. A function that, e.g., uses a global tensor or returns a number has no plan and runs in every call.
 
 Buffers that only kernels use share one allocation, and overlap if their live ranges are disjoint. A kernel must
 therefore never read memory that no kernel of the plan has written.

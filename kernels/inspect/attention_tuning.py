@@ -110,7 +110,7 @@ def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.devi
 def tune(
     shapes: Iterable[tuple[int, int, int, int]] = SHAPES, path: Path = TABLE_PATH, report: Callable[[str], None] = print
 ) -> None:
-    """Finds the fastest configuration per kernel and shape on the current GPU, and updates the table after each result."""
+    """Finds the fastest configuration per kernel and shape on the current GPU, and writes each one to the table."""
     if not torch.cuda.is_available():
         raise RuntimeError("tuning requires a CUDA GPU, but torch.cuda.is_available() is False")
     for shape in shapes:
