@@ -2,8 +2,7 @@
 
 Forward: `layer_norm_linear` (LayerNorm, linear, activation) and `linear_residual` (linear, LayerScale, residual).
 Backward: `matmul_gradient` and `gradients.layer_norm_gradient` for attention, `activation_gradient` and
-`input_gradient` for the MLP, `weight_matmuls.py` and `weight_gradients.py` for the parameters. All matrices must be
-contiguous.
+`input_gradient` for the MLP, `weight_matmuls.py` and `weight_gradients.py` for parameters. Matrices must be contiguous.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ def run_block(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Runs a block without active dropout on x [B, N, C] or packed x [total, C]; `parts.mlp` must not be None.
 
-    `attend` computes x + attention(x) with the block's modules instead of kernels. Returns the output, and its
-    LayerNorm statistics if they are requested and a kernel computed them, else None.
+    If `attend` is given, it computes x + attention(x) with the block's modules. Returns the output and its LayerNorm
+    statistics; the statistics are None if no kernel computed them.
     """
     attention, mlp = parts.attention, parts.mlp
     assert mlp is not None
@@ -106,7 +106,7 @@ def _run_fused(
     attention: AttentionParts | None, mlp: MlpParts | None, tensors: BlockTensors, x: Tensor, statistics: Tensor | None,
     rope: Rope | None, keys: Keys | None, next_statistics: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Runs one operator for the halves that are not None. If one is None, also applies the other's drop path."""
+    """Runs one operator for the given halves. For a single half, also applies its drop path."""
     half: Any = (attention or mlp) if attention is None or mlp is None else None
     dropping = half is not None and half.drops_path()
     options: dict[str, Any] = {"residual": not dropping, "next_statistics": next_statistics}
@@ -141,7 +141,7 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
 
 
 def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Rope | None]:
-    """Returns parameters (folded if frozen for this dtype and call) and rotary embeddings in their channel order."""
+    """Returns the parameters, folded if possible, and the rotary embeddings in the same channel order."""
     attention: Any = parts.attention
     mlp: Any = parts.mlp
     frozen = parts.frozen if type(parts.frozen) is Frozen else None  # not Packed or FrozenFp8
@@ -160,7 +160,7 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
 
 
 def freeze_block(block: Any) -> bool:
-    """Prepares the weights of a block, or updates them in place; returns False if the block does not support it."""
+    """Folds or packs the weights of a block, or updates the cached weights in place. Returns False if unsupported."""
     parts = parts_of(block)
     attention, mlp = parts.halves
     if runs_whole(parts, block.vit_fast_backend):
@@ -182,7 +182,7 @@ def run_as_block(
     block: Any, parts: BlockParts, x: Tensor, attend: Callable[[Tensor], Tensor], ordinary: bool = True,
     rope: Rope | None = None, keys: Keys | None = None,
 ) -> Tensor:  # fmt: skip
-    """Runs a fused block that its library calls, [B, N, C] or [total, C]; `attend` runs x + attention(x) as modules."""
+    """Runs a fused block on x [B, N, C] or [total, C]; `attend` computes x + attention(x) with the block's modules."""
     backend = block.vit_fast_backend
     if ordinary and backend == "sdpa" and (packed := packed_for(parts, x)) is not None:
         return run_packed([packed], x, rope, keys)
@@ -211,7 +211,7 @@ def run_as_block(
 
 
 def run_blocks(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
-    """Runs consecutive blocks on [B, N, C] with the same rotary arguments, as modules if kernels cannot run all."""
+    """Runs blocks in order on [B, N, C] with the same rotary arguments, as modules if kernels cannot run all blocks."""
     if not torch.compiler.is_compiling() and (output := run_packed_blocks(blocks, x, *rope)) is not None:
         return output
     ready: list[Any] = []
@@ -235,7 +235,7 @@ def run_blocks(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor, *rope: Te
 
 
 def run_packed_blocks(blocks: Iterable[Any], x: Tensor, *rope: Tensor, outputs: int | None = None) -> Tensor | None:
-    """Runs all blocks with packed linear layers; returns None if a block has none or does not support this call."""
+    """Runs blocks with packed linear layers; returns None if a block is not packed or does not support this call."""
     ready: list[Packed] = []
     for block in blocks:
         held: BlockParts | None = block.__dict__.get("vit_fast_parts")

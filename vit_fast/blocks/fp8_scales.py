@@ -1,7 +1,7 @@
-"""e4m3 scales of a block's operands, stored as buffers of a submodule of the block.
+"""e4m3 scales of the inputs of a block's linear layers, stored as buffers of a submodule of the block.
 
-Scales are powers of two, which all floating dtypes represent exactly, so converting the model changes no scale. Finer
-scales would not be more accurate, because the rounding error of e4m3 is relative.
+Scales are powers of two, which fp16 and bf16 represent exactly, so converting the model changes no scale. Finer scales
+would not be more accurate, because the rounding error of e4m3 is relative.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class Fp8Scales(nn.Module):
 
     emulated = False
 
-    qkv: Tensor  # [C], one scale per channel of the residual stream; as fc1
+    qkv: Tensor  # [C], one scale per channel of the residual stream
     proj: Tensor  # []
-    fc1: Tensor
-    fc2: Tensor
+    fc1: Tensor  # [C]
+    fc2: Tensor  # []
     kept: Tensor  # True for the LINEARS that stay in half precision, bool [4]
 
     def __init__(self, width: int, device: torch.device | None = None) -> None:
         super().__init__()
-        self.active = False  # `fuse` sets it for a block that runs in e4m3
+        self.active = False  # True if the block runs in e4m3; set by `fuse`
         for name in LINEARS:
             shape = (width,) if name in ("qkv", "fc1") else ()
             self.register_buffer(name, torch.ones(shape, device=device))
@@ -74,11 +74,11 @@ class Fp8Scales(nn.Module):
         self.kept.copy_(torch.tensor([name in names for name in LINEARS]))
 
     def names_kept(self) -> list[str]:
-        """Returns the LINEARS that stay in half precision; none on meta, where this is unknown."""
+        """Returns the LINEARS that stay in half precision; none for meta tensors, which have no values."""
         return [] if self.kept.is_meta else [name for name, kept in zip(LINEARS, self.kept.tolist()) if kept]
 
     def all(self) -> BlockScales:
-        """Returns copies of all scales in fp32, including those of layers in half precision."""
+        """Returns copies of all scales in fp32, including the scales of layers in half precision."""
         with torch.inference_mode(False):  # inference tensors cannot be written to outside inference mode
             return BlockScales(*(getattr(self, name).to(torch.float32, copy=True) for name in LINEARS))
 
@@ -99,7 +99,7 @@ class Fp8Scales(nn.Module):
     def run(
         self, parts: BlockParts, x: Tensor, facts: TokenFacts, rope: Rope | None, reader: FrozenFp8 | None = None
     ) -> tuple[Tensor, TokenFacts]:
-        """Runs the block on x [B, N, C]; `reader` is the cached weights of the next block if that block reads e4m3."""
+        """Runs the block on x [B, N, C]; `reader`: cached weights of the next block if the next block reads e4m3."""
         attention, mlp = parts.halves
         self.check("triton")
         qk_norm = attention.qk_norm and attention.qk_norm.now()
@@ -123,7 +123,7 @@ class Fp8Scales(nn.Module):
         return y, TokenFacts(statistics, y8, reader, parts)
 
     def reader(self, parts: BlockParts) -> FrozenFp8 | None:
-        """Returns the cached weights if the qkv layer reads e4m3."""
+        """Returns the cached weights if the qkv layer reads e4m3, else None."""
         cached = self.cached_of(parts)
         return None if cached.layers.qkv_factor is None else cached
 
@@ -143,7 +143,7 @@ def scales_of(block: nn.Module) -> Fp8Scales | None:
 
 @torch.no_grad()
 def set_scales(block: nn.Module, scales: BlockScales) -> None:
-    """Stores scales in a block and drops weights cached for other scales."""
+    """Stores scales in a block and drops the cached weights."""
     buffers = _ensure_scales(block, scales.qkv.shape[0])  # type: ignore[union-attr]  # calibration sets it
     for name, scale in zip(LINEARS, scales):
         getattr(buffers, name).copy_(scale)
@@ -166,7 +166,7 @@ def _ensure_scales(block: nn.Module, width: int) -> Fp8Scales:
 
 
 def remove_scales(model: nn.Module) -> None:
-    """Removes all scales; the state dict is then as before calibrate."""
+    """Removes the scales of all blocks."""
     for module in model.modules():
         if module._modules.pop(PLACE, None) is not None:
             module.__dict__.pop("vit_fast_parts", None)

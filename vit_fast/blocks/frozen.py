@@ -1,7 +1,7 @@
-"""Folded weights that are cached, and recomputed in the same memory when the parameters change.
+"""Cached folded weights, which are recomputed in the same memory when the parameters change.
 
-A change is detected if a parameter is replaced, moved, or written to so that its version counter increments, and after
-steps of torch's optimizers, because fused ones do not increment it. See `vit_fast.freeze` for other writes.
+A change is detected if a parameter is replaced or moved, or if its version counter increments. Fused optimizers do not
+increment the counter, so a step of a torch optimizer also counts as a change. See `vit_fast.freeze` for other writes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ Weights = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias and LayerS
 class Frozen:
     """The folded linear layers of one block, for matmuls of one dtype; see `fold` in `ops/folded.py` for rope_head.
 
-    `tensors` are weight, bias and row sums of qkv, of fc1, and of fc2 if a norm precedes it; then proj and fc2 if cast.
+    `tensors` contains weight, bias and row sums of qkv, of fc1, and of fc2 if a norm precedes fc2. The weights of proj
+    and fc2 follow if their dtype was converted.
     """
 
     every_source = False  # see `sources`
-    marked_static = False  # True if torch.compile knows that the tensors keep their addresses
+    marked_static = False  # True if the tensors are marked with mark_static_address
 
     def __init__(self, attention: AttentionParts, mlp: MlpParts, dtype: torch.dtype, rope_head: int) -> None:
         self.attention, self.mlp, self.dtype, self.rope_head = attention, mlp, dtype, rope_head
@@ -105,7 +106,7 @@ class Frozen:
             self.refresh()
 
     def invalidate(self, stepped: set[int] | None) -> None:
-        """Marks the tensors as outdated if a parameter has one of these ids; None marks them always."""
+        """Marks the tensors as outdated if the id of a source is in `stepped`, or if `stepped` is None."""
         if stepped is None or any(id(held) in stepped for _, _, _, held, *_ in self._snapshots):
             self._snapshots = []
 

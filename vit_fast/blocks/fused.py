@@ -1,6 +1,7 @@
-"""The classes that `fuse` gives to modules, subclasses with another `forward`; `unfuse` restores the original ones.
+"""Fused classes: subclasses of a library's classes with another `forward`.
 
-The object, its Parameters, children, hooks and state_dict keys stay the same, so optimizers, DDP and FSDP still work.
+`fuse` changes the class of a module to its fused class, and `unfuse` restores the original class. Object, Parameters,
+children, hooks and state_dict keys of the module stay the same, so optimizers, DDP and FSDP still work.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class FusedModule(nn.Module):
     original: ClassVar[type[nn.Module]]  # the class that is replaced
     original_forward: ClassVar[Callable[..., Any]]
     kind: ClassVar[str]  # the part that the operators compute, for the report
-    equivalent: ClassVar[bool] = True  # computes the same as the original
-    host_reads: ClassVar[str] = ""  # values that forward reads on the host, which a CUDA graph would not repeat
-    passes_for_original: ClassVar[bool] = False  # takes the original's module and name, which the library looks up
+    equivalent: ClassVar[bool] = True  # True if `forward` computes the same as the original
+    host_reads: ClassVar[str] = ""  # values that `forward` reads on the host; CUDA graphs do not repeat this
+    passes_for_original: ClassVar[bool] = False  # use the original's __module__ and __qualname__
     vit_fast_request: str = "auto"  # the requested backend
     vit_fast_backend: str = "sdpa"  # the resolved backend
 
@@ -54,7 +55,7 @@ class FusedModule(nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Makes a class that derives from FusedModule and a library's class the fused class of the latter."""
+        """Makes `cls` the fused class of its last base if this base is a class of a library."""
         original: Any = cls.__bases__[-1]
         is_form = not hasattr(cls, "original") and not issubclass(original, FusedModule) and original is not nn.Module
         if is_form:
@@ -81,12 +82,12 @@ class FusedModule(nn.Module):
 
     @classmethod
     def head_width(cls, module: Any) -> int | None:
-        """Returns the head dimension; None without attention."""
+        """Returns head_dim; None without attention."""
         return getattr(module, "head_dim", None)
 
     @classmethod
     def triton_reasons(cls, module: Any) -> list[str]:
-        """Returns all reasons why the kernels do not support the head width or the dtype of the weights."""
+        """Returns all reasons why the kernels do not support head_dim or the dtype of the weights."""
         width, dtype = cls.head_width(module), dtype_of(module)
         limits = f"head_dim must be between {MIN_HEAD_DIM} and {MAX_HEAD_DIM} for the triton kernel"
         reasons = [] if width is None or MIN_HEAD_DIM <= width <= MAX_HEAD_DIM else [f"{limits}, got {width}"]
@@ -102,7 +103,7 @@ class FusedModule(nn.Module):
         """Records what forward needs beyond the original's attributes."""
 
     def set_fused_backend(self, request: str) -> None:
-        """Sets the backend; resolves "auto" for device, dtype and head width: triton if supported, else sdpa."""
+        """Sets the backend. "auto" selects triton or sdpa by device, dtype and head_dim."""
         self.vit_fast_request = self.vit_fast_backend = request
         if request == "auto":
             unable = type(self).triton_reasons(self)
@@ -123,10 +124,10 @@ class FusedModule(nn.Module):
 
 
 def _show_original(cls: type[Any], original: type[nn.Module]) -> None:
-    """Wraps a fused forward, so that torch.fx (Proxies), torch.jit.script (source) and `unfuse` get the original one.
+    """Wraps a fused forward, so that torch.fx and torch.jit.script trace the original forward.
 
-    If the classes are not equivalent, torch.fx treats the module as a leaf, and torch.jit.script fails. A bound method
-    that was stored before `unfuse` runs the original forward, also one that a user sets on `original`.
+    If `cls` is not equivalent to `original`, torch.fx treats the module as a leaf, and torch.jit.script fails. After
+    `unfuse`, or if a user replaced `original.forward`, the wrapper calls `original.forward`.
     """
     fused_forward, original_forward = cls.forward, original.forward
     leaf = original.__module__.startswith(_LEAVES) and not issubclass(original, nn.Sequential)
@@ -159,13 +160,13 @@ def _show_original(cls: type[Any], original: type[nn.Module]) -> None:
 
 
 def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
-    """Returns (class,) of a module if `fuse` built the class from this mixin and nothing wrapped it; else ()."""
+    """Returns (type(module),) if this type is a fused class of `mixin`, but not a subclass of one; else ()."""
     cls = type(module)
     return (cls,) if issubclass(cls, mixin) and "original" in vars(cls) else ()
 
 
 class Forms:
-    """Fused classes of a library, created as globals of its `file` (for pickle) when their originals are first seen."""
+    """Fused classes of a library, created on the first request and stored in the globals `file`, where pickle looks."""
 
     def __init__(self, file: dict[str, Any], mixins: Mapping[str, type[FusedModule]]) -> None:
         self._file, self.mixins = file, mixins
@@ -210,12 +211,12 @@ class FusedNormMlp(FusedModule):
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
-        """Reads the second half of a block; returns None if this half must run as modules, and adds reasons."""
+        """Reads the second half of a block. If this half must run as modules, adds reasons and returns None."""
         raise NotImplementedError
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
-        """Reads the first half of a block; returns None if this half must run as modules."""
+        """Reads the first half of a block. If this half must run as modules, returns None."""
         return None
 
     @classmethod
@@ -236,7 +237,7 @@ class FusedNormMlp(FusedModule):
     def is_idle(self) -> bool:
         if PLACE in self._modules:
             return False
-        if torch.compiler.is_compiling():  # a compiled block does not run packed
+        if torch.compiler.is_compiling():  # compiled blocks use no packed weights
             return True
         parts = self.__dict__.get("vit_fast_parts")
         return parts is None or (parts.frozen is None and parts.fp8 is None)

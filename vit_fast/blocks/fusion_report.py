@@ -23,15 +23,15 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """Report of fuse, which prints as a table."""
+    """Report of fuse. Print it to show a table."""
 
     backend: str  # "eager", "sdpa" or "triton", as requested or resolved from "auto"
     modules: tuple[ModuleReport, ...] = ()  # in the model's order
     backend_reasons: tuple[str, ...] = ()  # why "auto" did not select triton
-    precision: str | None = None  # as requested; None for the model's own
+    precision: str | None = None  # as requested; None means the model's own precision
     precision_notes: tuple[str, ...] = ()  # measured effects of the requested precision
-    # Names of language models and decoders inside the model, e.g. CLIP's text tower. In these, only supported classes
-    # are fused and reported.
+    # Names of language models and decoders inside the model, e.g. CLIP's text tower. Only supported classes inside
+    # them are fused and reported.
     elsewhere: tuple[str, ...] = ()
 
     @property
@@ -43,10 +43,10 @@ class FusionReport:
         return tuple(module for module in self.modules if not module.fused)
 
     def require_all(self) -> FusionReport:
-        """Returns the report if all attention and MLPs of the model's encoder blocks were fused.
+        """Returns the report if every module in it was fused.
 
         Raises:
-            UnsupportedInputError: a module was skipped, or there was nothing to fuse; lists every module and reason.
+            UnsupportedInputError: a module was skipped, or there was nothing to fuse. Lists the modules and reasons.
         """
         reasons = [
             f"{module.name or 'the model'} ({module.class_name}, {module.part}): {reason}"
@@ -60,7 +60,7 @@ class FusionReport:
         return self
 
     def __str__(self) -> str:
-        """Formats a table; modules whose names differ only in numbers share a row if all else is equal."""
+        """Formats a table. Modules share a row if they differ only in the numbers in their names."""
         precision = f", precision {self.precision}" if self.precision else ""
         lines = [f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.skipped)} skipped"]
         if not self.modules:

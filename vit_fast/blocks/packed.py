@@ -1,10 +1,9 @@
 """Runs frozen blocks on the CPU with weights that are packed once, instead of in every call of `F.linear`.
 
-oneDNN and MKL can pack a layer. The faster one is used, as measured on two cores for 197, 788 and 1,576 tokens:
+oneDNN or MKL packs a layer. The choice follows measurements on two cores with 197, 788 and 1,576 tokens:
 
-- oneDNN for bf16 and fp16, with activation and residual in the epilogue, for tanh GELU, and on CPUs that are not from
-  Intel; in fp32 on AMD, it is 2.2 times as fast as MKL
-- MKL for all else in fp32 on CPUs from Intel, followed by activation and residual in place
+- MKL in fp32 on CPUs from Intel, except for layers with tanh GELU
+- oneDNN in all other cases; in fp32 on AMD, oneDNN is 2.2 times as fast as MKL
 
 LayerNorm is not folded, because a LayerNorm without weight and bias is not faster on a CPU.
 """
@@ -30,12 +29,12 @@ from ..version import cpu_name
 from .frozen import Frozen
 from .parts import BlockParts, sources, tensor_of
 
-GRAPH_TOKENS = 32  # from which oneDNN Graph computes attention: 17 tokens were slower than with flash, 37 faster
-GRAPHS = 64  # shapes for which attention compiled by oneDNN Graph is cached
-# Largest size of a linear layer's output per thread. Images run in groups up to this size, or one by one. malloc often
-# returns larger buffers to the system, and page faults took a fifth of the time of vit_tiny at batch 8 in bf16.
+GRAPH_TOKENS = 32  # minimum for oneDNN Graph, which was slower than flash attention at 17 tokens, and faster at 37
+GRAPHS = 64  # maximum number of attention graphs in the cache
+# Maximum bytes per thread of a linear layer's output; larger batches are split. malloc often returns larger buffers to
+# the system, and page faults took a fifth of the time of vit_tiny at batch 8 in bf16.
 HIDDEN_BYTES = 2**21
-ROWS = 256  # tokens that weights are packed for; the layout supports any number: 5, 197 and 1,576 were measured
+ROWS = 256  # tokens that weights are packed for; tested with 5, 197 and 1,576 tokens
 
 _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_.default,
@@ -51,7 +50,7 @@ _EPILOGUES: dict[str, tuple[str, list[float], str]] = {
 
 @functools.cache
 def mkl_is_faster() -> bool:
-    """Returns True if fp32 matmuls are faster with MKL than with oneDNN on this CPU: on CPUs from Intel."""
+    """Returns True on CPUs from Intel, where fp32 matmuls are faster with MKL than with oneDNN."""
     return "Intel" in cpu_name()
 
 
@@ -65,7 +64,7 @@ class PackedLinear:
         if scale is not None:
             weight = (weight.float() * scale.float()[:, None]).to(weight.dtype)
             bias = None if bias is None else bias.float() * scale.float()
-        # copy the bias, so that an update of the parameters changes weight and bias only by packing again
+        # copy the bias, so that an update of the parameter changes neither weight nor bias before packing again
         self._bias = None if bias is None else bias.to(weight.dtype, copy=True)
         self._epilogue = _NO_EPILOGUE if by_mkl or activation is None else _EPILOGUES.get(activation, _NO_EPILOGUE)
         in_epilogue = activation is None or self._epilogue is not _NO_EPILOGUE
@@ -152,9 +151,9 @@ def _run_block(x: Tensor, step: Any, rope: Rope | None, keys: Keys | None, outpu
 
 
 def _attend(qkv: Tensor, scale: float | None, outputs: int | None) -> Tensor:
-    """Computes attention of the first `outputs` queries (None: all) of qkv [B, N, 3, H, D], as [B, outputs, H * D].
+    """Returns attention [B, outputs, H * D] of the first `outputs` queries (None: all) of qkv [B, N, 3, H, D].
 
-    oneDNN Graph takes a third (bf16) to half (fp32) of the time of torch's flash kernel on two cores of an EPYC.
+    On two cores of an EPYC, oneDNN Graph takes half the time of torch's flash kernel in fp32, and a third in bf16.
     """
     if outputs is None and qkv.shape[1] >= GRAPH_TOKENS and qkv.dtype is not torch.float16 and not mkl_is_faster():
         scale = qkv.shape[-1] ** -0.5 if scale is None else scale
@@ -178,7 +177,7 @@ _FUSION = threading.Lock()
 def _attention_graph(
     shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, scale: float, threads: int
 ) -> Callable[[Tensor], Tensor] | None:
-    """Compiles attention of qkv with oneDNN Graph for a number of threads; returns None if it is not supported.
+    """Compiles attention of qkv with oneDNN Graph; returns None if this is not supported.
 
     torch offers oneDNN Graph only in TorchScript, as a setting of the process. This function restores the setting.
     """
@@ -229,13 +228,13 @@ def is_packable(parts: BlockParts) -> bool:
 
 
 def packed_for(parts: BlockParts, x: Tensor) -> Packed | None:
-    """Returns the packed linear layers of a block for a call with these tokens, or None."""
+    """Returns the packed linear layers of a block if they support a call with x, else None."""
     packed = parts.frozen
     if not isinstance(packed, Packed) or parts.fp8 is not None or x.dtype is not packed.dtype:
         return None
     if type(x) is not Tensor or torch.compiler.is_compiling():
         return None
-    # FLOP counters and FakeTensor are dispatch modes; neither they nor tracers support packed weights
+    # tracers and dispatch modes (FLOP counters, FakeTensor) do not support packed weights
     if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None or in_transform():
         return None
     if x.numel() == 0 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):

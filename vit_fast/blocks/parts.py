@@ -1,7 +1,7 @@
 """A pre-norm encoder block of any library as data: `BlockParts`, which refers to modules and attribute names.
 
-If a compiled graph read modules from both the block and `BlockParts`, torch.compile would guard each module in Python,
-which doubles the host time. While it traces, `built` rebuilds the parts from the block and a constant `outline`.
+While torch.compile traces, `built` rebuilds the parts from the block and a constant `outline`. If the compiled graph
+read the modules of `BlockParts` instead, torch.compile would guard each module in Python, doubling the host time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LinearParts:
 
     weights: tuple[Slot, ...]
     biases: tuple[Slot, ...]
-    chunk: int | None = None  # 0 or 1: the half to use of a layer that computes gate and hidden layer
+    chunk: int | None = None  # for a layer that computes gate and fc1: 0 or 1, the half of its outputs to use
 
     def tensors(self) -> tuple[Any, Any]:
         if len(self.weights) == len(self.biases) == 1:
@@ -83,7 +83,7 @@ class Half:
     """Parts that both halves of a block have."""
 
     norm: NormParts
-    layer_scale: Slot | None  # vector [C]
+    layer_scale: Slot | None  # vector [C], or None
     drop_path: Any = field(compare=False)  # a module with drop_prob, or None
     dropouts: tuple[Slot, ...] = field(compare=False)  # dropout probabilities in training
 
@@ -113,7 +113,7 @@ class AttentionParts(Half):
     scale: float | None  # multiplier of q k^T; None means D**-0.5
     proj: Any  # a linear layer
     qk_norm: QkNormParts | None = None
-    rotates_halves: bool = False  # True if the rotary embeddings, which each call passes, have the layout "half"
+    rotates_halves: bool = False  # True if calls pass rotary embeddings with the layout "half"
 
     @property
     def rope_head(self) -> int:
@@ -157,7 +157,7 @@ class BlockParts:
         return self.attention, self.mlp  # typed as Any for callers that know that both exist
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a copied or unpickled block is read again
+        return type(None), ()  # copies and pickles of a block contain no parts
 
 
 def block_tensors(attention: AttentionParts | None, mlp: MlpParts | None) -> BlockTensors:
@@ -174,7 +174,7 @@ def block_tensors(attention: AttentionParts | None, mlp: MlpParts | None) -> Blo
 
 
 def sources(attention: AttentionParts, mlp: MlpParts, every: bool = True) -> list[Slot]:
-    """Returns the slots of all parameters of a block; without `every`, only those that folded weights depend on."""
+    """Returns the slots of all parameters of a block; without `every`, only slots that folded weights depend on."""
     norms = [attention.norm, mlp.norm, mlp.inner_norm]
     if every and attention.qk_norm is not None:
         norms += [attention.qk_norm.q, attention.qk_norm.k]
@@ -237,7 +237,7 @@ def outline(block: nn.Module, parts: BlockParts) -> Outline:
 
 
 def built(block: Any, traced: Outline) -> BlockParts:
-    """Rebuilds the parts, and reads all watched attributes, so that torch.compile guards these."""
+    """Rebuilds the parts. Reads all watched attributes, so that torch.compile guards them."""
     attention, mlp, modules, values = traced
     for path in modules:  # guards classes, and hooks if configured; parameters are guarded as inputs
         is_hooked(_at(block, path))

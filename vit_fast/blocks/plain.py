@@ -1,4 +1,4 @@
-"""Decides if a module may be bypassed, so that operators use its parameters instead of calling its forward.
+"""Decides if operators may use the parameters of a module without calling its forward.
 
 A module with hooks, a replaced forward, or parameters of a tensor subclass (torchao, DTensor) must be called.
 """
@@ -23,7 +23,7 @@ _FORWARDS: dict[type, Any] = {}  # forward of each inspected class, as defined b
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """True if a module has hooks other than those with which transformers records outputs."""
+    """True if a module has hooks. Hooks with which transformers records outputs do not count."""
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     hooks = module._forward_hooks
@@ -41,7 +41,7 @@ def _only_records(hook: Any) -> bool:
 
 
 def forward_is_replaced(module: nn.Module) -> bool:
-    """True if the instance has a forward other than that of its class."""
+    """True if a forward is set on the instance and differs from the forward of the class."""
     if "forward" not in module.__dict__:
         return False
     forward = module.__dict__["forward"]
@@ -50,7 +50,7 @@ def forward_is_replaced(module: nn.Module) -> bool:
 
 
 def _class_is_patched(module_class: Any) -> bool:
-    """True if a class's forward (or its original's) was not defined in a class body, or changed since first seen."""
+    """True if the forward of a class or its `original` is not from a class body, or changed since first seen."""
     for cls in (module_class, getattr(module_class, "original", module_class)):
         if cls not in _FORWARDS:
             owner = next(base for base in cls.__mro__ if "forward" in vars(base))

@@ -149,8 +149,8 @@ class Reader(Inspector):
     ) -> MlpParts | None:  # fmt: skip
         """Reads the second half of a block by the paths of its parts; returns None and adds `reasons` if not fusible.
 
-        `gate_chunk` is the half of fc1's outputs that is the gate, if fc1 computes both. `inside` maps modules that
-        contain parts to their supported classes. Paths in `empty` must be absent or an Identity.
+        If fc1 also computes the gate, `gate_chunk` (0 or 1) is the half of its outputs with the gate. `inside` maps
+        modules that contain parts to their supported classes. Paths in `empty` must be absent or an Identity.
         """
         if not self._check_classes(inside):
             return None
@@ -173,7 +173,7 @@ class Reader(Inspector):
     ) -> AttentionParts | None:  # fmt: skip
         """Reads the first half of a block by the paths of its parts; returns None and adds `reasons` if not fusible.
 
-        `qkv` is one linear layer, three, or a MultiheadAttention. `biases` are those of qkv if the layers have none.
+        `qkv` is one linear layer, three linear layers, or a MultiheadAttention. `biases` replace the biases of qkv.
         `rates` are dropout probabilities that are plain attributes. See `mlp` for `inside` and `empty`.
         """
         if not self._check_classes(inside):
@@ -255,7 +255,7 @@ def read_block(block: Any) -> BlockParts:
         reached = {path.partition(".")[0] for path in edges}
         missed = [name for name in block._modules if name not in reached and not name.startswith("vit_fast_")]
         rest.watch_children(missed)
-    if not rest.check_fusible():  # a module that neither reader reached may belong to either half
+    if not rest.check_fusible():  # a module that no reader reached may belong to either half
         attention = mlp = None
         first.reasons += rest.reasons
         second.reasons += rest.reasons

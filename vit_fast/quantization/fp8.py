@@ -1,7 +1,7 @@
-"""`fuse(model, precision="fp8")`: selects the blocks that run in e4m3, and the layers that stay in half precision.
+"""Selects the blocks that `fuse(model, precision="fp8")` runs in e4m3, and the layers that stay in half precision.
 
-Calibration and selection run a copy of the model that shares its tensors ("emulated FP8"), on any device. Its blocks
-run `reference.fp8_block` in fp32 instead of the kernels. Other modules run in the model's dtype, with sdpa if fused.
+Calibration and selection use emulated FP8: a copy of the model, which shares its tensors and runs on any device. The
+blocks of the copy run `reference.fp8_block` in fp32. All other modules run in the model's dtype, with sdpa if fused.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class EmulatedBlock:
     """Runs a block with `reference.fp8_block`; replaces the block's Fp8Scales.
 
     Attributes:
-        scales: Scales of the layers that are rounded; None for the others.
-        observe: Called with a name of LINEARS and the layer's input (of qkv and fc1: before the norm), fp32 [B, N, K].
+        scales: Scales of the layers; None for a layer that is not rounded.
+        observe: Called with a name of LINEARS and the layer's input, fp32 [B, N, K]; for qkv and fc1, before the norm.
         name: The block's name in its model.
         linears: Names of the modules that form each of LINEARS: e.g. q, k and v if separate, or fc1 and its gate. The
             input projection of a MultiheadAttention is called `in_proj`.
@@ -107,9 +107,9 @@ def _wide(tensor: Tensor | None) -> Tensor | None:
 
 
 def emulate(copied: nn.Module) -> tuple[list[EmulatedBlock], dict[str, str]]:
-    """Makes blocks of a fused copy run the reference if the kernels could run them as one operator without inner norm.
+    """Switches the blocks of a fused copy to `EmulatedBlock` if the kernels could run them in e4m3 as one operator.
 
-    Returns these blocks in the model's order, with no layer rounded yet, and why others were skipped, by block name.
+    Returns these blocks in the model's order, and why other blocks were skipped, by name. No layer is rounded yet.
     """
     found, skipped = [], {}
     names = {module: name for name, module in copied.named_modules()}
@@ -141,7 +141,7 @@ def _required(
     copied: nn.Module, blocks: Sequence[EmulatedBlock], scales: Mapping[str, Fp8Scales], batches: Sequence[Tensor],
     wanted: float, always: Mapping[str, Collection[str]],
 ) -> tuple[Collection[Linear], float]:  # fmt: skip
-    """Finds the fewest linear layers, besides `always`, that must stay in half precision for top-1 agreement `wanted`.
+    """Returns the linear layers, besides `always`, that must stay in half precision for top-1 agreement `wanted`.
 
     A layer's sensitivity is the change of the logits if this layer alone is rounded. Bisection finds how many of the
     most sensitive layers must stay. Also returns the reached agreement with the model that rounds no layer.
@@ -218,10 +218,10 @@ def check_request(model: nn.Module, backend: str, precision: str | None) -> None
 
 @dataclass(frozen=True)
 class Choice:
-    """Reasons why layers stay in half precision, by block and name of LINEARS, and why whole blocks do."""
+    """Layers and blocks that stay in half precision."""
 
-    kept: dict[str, dict[str, str]]
-    skipped: dict[str, str]
+    kept: dict[str, dict[str, str]]  # reasons by block and name of LINEARS
+    skipped: dict[str, str]  # reasons by block
     notes: tuple[str, ...] = ()
 
 
@@ -300,7 +300,7 @@ def switch(model: nn.Module, choice: Choice | None) -> None:
 
 
 def annotated(rows: Sequence[ModuleReport], choice: Choice, dtype: torch.dtype | None) -> list[ModuleReport]:
-    """Adds notes to the rows of the report: layers that run in e4m3, and the reasons why others do not."""
+    """Adds notes to the rows of the report: layers that run in e4m3, and why other layers do not."""
     half, noted = str(dtype).removeprefix("torch."), []
     for row in rows:
         notes = list(row.notes)

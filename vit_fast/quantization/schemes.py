@@ -1,14 +1,13 @@
-"""8-bit number formats, for the kernels and for ONNX files: observed ranges, scale, rounding, and their selection.
+"""8-bit number formats for the kernels and for ONNX files. x_q represents x with scale s and zero point z:
 
 int8, uint8        x ~ s (x_q - z), z = 0 for int8; weights are int8 with one scale per output channel
-e4m3               x ~ s x_q, s = max |.| / 448; for the kernels, s of an activation is rounded up to a power of two
+e4m3               x ~ s x_q, s = max |x| / 448; for the kernels, s of an activation is rounded up to a power of two
 
-Ranges come from calibration images: "largest" covers every element, "percentile" clips the largest ones, and "mean
-squared error" minimizes |x - Q(x)|^2, where Q quantizes and dequantizes. The caller selects a range by the error of
-the matmuls that read the activation.
+Ranges come from calibration images. "largest" covers every element, "percentile" clips the largest elements, and "mean
+squared error" minimizes |x - Q(x)|^2, where Q quantizes and dequantizes.
 
-Smoothing moves the scale of large channels from an activation into the weights that read it: x W = (x / s) (s W).
-Source: SmoothQuant, arxiv.org/abs/2211.10438, alpha = 0.5.
+Smoothing moves large values of a channel j from an activation x into the weights W: x W = (x / t) (t W) with factors
+t_j. Source: SmoothQuant, arxiv.org/abs/2211.10438, alpha = 0.5.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from ..ops.reference import E4M3_MAX
 T = TypeVar("T")
 
 PERCENTILES = (99.99, 99.9)
-TOKENS_BY_CHANCE, TOKENS_LARGEST = 8, 4  # samples per image; only few tokens contain massive activations
-MAX_TOKENS = 1536  # samples per activation; if more, MAX_TOKENS // 3 largest and as many random ones stay
+TOKENS_BY_CHANCE, TOKENS_LARGEST = 8, 4  # sampled tokens per image: random ones, and those with the largest elements
+MAX_TOKENS = 1536  # sampled tokens per activation; above it, the MAX_TOKENS // 3 largest and as many random ones stay
 SHRINK = np.linspace(0.2, 1.0, 17)  # ranges that "mean squared error" tries, relative to the largest
-NEAR = 1.02  # candidates within this factor of the smallest loss count as equal; the first of them is selected
+NEAR = 1.02  # candidates within this factor of the smallest loss count as equal; the first is selected
 
 
 @dataclass(frozen=True)
@@ -107,10 +106,10 @@ class Scheme:
         return max(peak, 1e-3) / E4M3_MAX, 0  # representable in fp16
 
     def smoothing_scale(self, peak: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns s_j = sqrt(max |x_j| / max |W_j|); 1 for a channel in which x or W is zero.
+        """Returns t_j = sqrt(max |x_j| / max |W_j|), or 1 for a channel in which x or W is zero.
 
-        `peak` is max |x_j| [C]; `weights` [C, F] read x. Because of the square root, x / s and s W do not change if a
-        factor is moved from x to W. For e4m3, s_j is the nearest power of two.
+        `peak` is max |x_j| [C], and `weights` are the weights [C, F] that read x. Because of the square root, x / t and
+        t W do not change if a factor is moved from x to W. For e4m3, t_j is the nearest power of two.
         """
         largest = np.max([np.abs(weight.astype(np.float64)).max(axis=1) for weight in weights], axis=0)
         alive = (peak > 0) & (largest > 0)
@@ -137,7 +136,7 @@ class Scheme:
         return np.asarray(np.clip(np.rint(weight / scales), -127, 127) * scales)
 
     def ranges(self, seen: Observation) -> list[Range]:
-        """Returns ranges to try for an activation, widest first; for equal scales, only that of the first method."""
+        """Returns ranges to try for an activation, widest first, without duplicates."""
         low, high = min(float(seen.low.min()), 0.0), max(float(seen.high.max()), 0.0)
         candidates = [Range(low, high, "largest")]
         for percent in PERCENTILES:
@@ -151,15 +150,15 @@ class Scheme:
 
 
 def first_near_best(tried: Sequence[tuple[float, T]]) -> tuple[float, T]:
-    """Returns the first (loss, candidate) whose loss is within NEAR of the smallest."""
+    """Returns the first (loss, candidate) whose loss is at most NEAR times the smallest."""
     best = min(loss for loss, _ in tried)
     return next(one for one in tried if one[0] <= NEAR * best)
 
 
 def fewest_excluded(by_damage: Sequence[T], passes: Callable[[Collection[T]], bool], most: int) -> tuple[T, ...] | None:
-    """Returns the fewest layers that must stay in higher precision; bisects `by_damage`, most sensitive layers first.
+    """Finds, by bisection, the fewest layers of `by_damage`, most sensitive first, that must stay in higher precision.
 
-    Assumes that excluding none does not pass. Returns None if excluding `most` layers does not pass either.
+    Assumes that `passes(())` is False. Returns None if excluding the first `most` layers does not pass.
     """
     if most < 1 or not passes(by_damage[:most]):
         return None
