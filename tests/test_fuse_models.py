@@ -305,7 +305,7 @@ def test_tracers_copies_and_another_fuse() -> None:
         (None, (0.5, 0.5), "one number per channel"),
         (None, "imagenet", "one number per channel"),
         (None, ((0.5,), (0.5,)), "mean and std must have 3 numbers, one per input channel, got 1"),
-        (nn.Linear(3, 3), (MEAN, STD), "must have a convolution as patch embedding, got none"),
+        (nn.Linear(3, 3), (MEAN, STD), "must have a torch.nn.Conv2d as patch embedding, got none"),
         (nn.Conv2d(3, 8, 3, padding=1), (MEAN, STD), r"padding must be 0, got \(1, 1\)"),
         (nn.Conv2d(3, 6, 2, stride=2, groups=3), (MEAN, STD), "groups must be 1, got 3"),
     ],

@@ -198,17 +198,17 @@ def test_errors_of_arguments() -> None:
     hooked, identity, image = copy.deepcopy(tower), nn.Identity(), torch.zeros(1, 3, 32, 32)
     hooked.get_submodule("merger").register_forward_hook(lambda *given: None)
     for model, options, message in (
-        (tower, {}, "must be given, got None"),
-        (tower, {"example": image, "budgets": (8,)}, r"must be given, got example, budgets=\(8,\)"),
-        (tower, {"budgets": (8,), "batch_sizes": (1,)}, r"must be given, got budgets=\(8,\), batch_sizes"),
-        (tower, {"budgets": ()}, "budgets must be one or more positive integers"),
+        (tower, {}, "optionally max_images: got None"),
+        (tower, {"example": image, "budgets": (8,)}, r"max_images: got example, budgets=\(8,\)"),
+        (tower, {"budgets": (8,), "batch_sizes": (1,)}, r"max_images: got budgets=\(8,\), batch_sizes"),
+        (tower, {"budgets": ()}, "budgets must be a list of one or more positive integers"),
         (tower, {"budgets": (8, 10)}, "budgets must be multiples of 4 tokens, got 10"),
         (tower, {"budgets": (8,), "max_images": 0}, "max_images must be an integer >= 1"),
         (plain, {"budgets": (8,)}, r"blocks\.0 must be fused: call vit_fast\.fuse first"),
         (hooked, {"budgets": (8,)}, "merger must have no hooks"),
         (hooked, {"example": image}, "merger must have no hooks"),
         (identity, {"budgets": (8,)}, "must support token budgets .docs/classes.md., got Identity"),
-        (identity, {"example": image, "batch_sizes": (0, 4)}, "batch_sizes must be one or more positive integers"),
+        (identity, {"example": image, "batch_sizes": (0, 4)}, "batch_sizes must be a list of one or more"),
         (identity, {"example": torch.zeros(3)}, r"example must have at least 2 dimensions, got shape \(3,\)"),
         (identity, {"example": image}, "(?s)example must be on a CUDA device, got cpu.*'eager' runs"),
     ):

@@ -295,7 +295,7 @@ def test_weights_in_shards(cache: Path, state: dict[str, Tensor], tmp_path: Path
     (tmp_path / "model").mkdir()
     for invalid in (["a"], None, {"x": 1}, {"x": "../a.safetensors"}, {"x": "/a.safetensors"}):
         (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": invalid}))
-        with pytest.raises(WeightsError, match="weight_map must map each tensor to a file"):
+        with pytest.raises(WeightsError, match="weight_map must map each tensor name to a file"):
             open_source(tmp_path / "model")
 
 

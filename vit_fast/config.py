@@ -227,9 +227,9 @@ def _check_together(config: ViTConfig) -> None:
             raise ValueError(f"img_size must be a multiple of {cell} pixels in {axis} {patch}, got {pixels}")
     divisor = {"sincos1d": 2, "sincos2d": 4}.get(config.pos_embed, 1)
     if width % divisor:
-        raise ValueError(f"embed_dim must be a multiple of {divisor} for {config.pos_embed}, got {width}")
+        raise ValueError(f"embed_dim must be a multiple of {divisor} for pos_embed={config.pos_embed!r}, got {width}")
     if config.rope is not None and config.head_dim % 4:
-        raise ValueError(f"head_dim must be a multiple of 4 for rope, got {config.head_dim}")
+        raise ValueError(f"embed_dim / num_heads must be a multiple of 4 for rope, got {config.head_dim}")
     if pooling == "token" and not config.class_token:
         raise ValueError("global_pool must be 'avg', 'map' or '' for class_token=False, got 'token'")
     for name in ("pool_include_prefix", "pool_heads", "pool_mlp_ratio"):
@@ -238,6 +238,6 @@ def _check_together(config: ViTConfig) -> None:
     if config.fc_norm and not config.final_norm:
         raise ValueError("final_norm must be True for fc_norm=True, got False")
     if config.distilled and pooling != "token":  # which requires class_token
-        raise ValueError(f"distilled=True requires class_token=True and global_pool='token', got {pooling!r}")
+        raise ValueError(f"global_pool must be 'token' for distilled=True, got {pooling!r}")
     if config.distilled and config.reg_tokens:
         raise ValueError(f"reg_tokens must be 0 for distilled=True, got {config.reg_tokens}")

@@ -1,4 +1,4 @@
-"""Exceptions of this package, and checks of arguments. Each error states requirement and actual value."""
+"""Exceptions of this package, and checks of arguments. Each check's error names the requirement and the value."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def check_number(name: str, value: object, *, positive: bool = False) -> None:
 def check_batch_sizes(sizes: object, name: str = "batch_sizes") -> None:
     valid = isinstance(sizes, Sequence) and not isinstance(sizes, str | bytes) and len(sizes) > 0
     if not valid or any(not isinstance(size, int) or size < 1 for size in sizes):  # type: ignore[attr-defined]
-        raise ValueError(f"{name} must be one or more positive integers, got {sizes!r}")
+        raise ValueError(f"{name} must be a list of one or more positive integers, got {sizes!r}")
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -85,26 +85,26 @@ def pair(name: str, value: object) -> tuple[int, int]:
     """Returns (height, width) as positive integers; one number sets both."""
     sides = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, tuple | list) else ()
     if len(sides) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in sides):
-        raise ValueError(f"{name} must be a positive integer or a pair (height, width), got {value!r}")
+        raise ValueError(f"{name} must be a positive integer or two as (height, width), got {value!r}")
     check_integer(name, max(sides), 1)
     return sides[0], sides[1]
 
 
 def as_device(device: torch.device | str | None) -> torch.device:
     """Returns a device and checks that it exists; None means torch's default device."""
-    import torch  # not imported by the command line's help
+    import torch  # imported here, because it is slow and the command line's help does not need it
 
     try:
         found = torch.get_default_device() if device is None else torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(f"device must be a torch.device or a name such as cpu or cuda:0, got {device!r}") from None
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device must exist, got {found}: this machine has {torch.cuda.device_count()} CUDA devices")
+        raise ValueError(f"device must exist, got {found}: torch.cuda.device_count() is {torch.cuda.device_count()}")
     return found
 
 
 def known_fields(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a dataclass from JSON and turns lists into tuples; unknown names raise ValueError."""
+    """Turns lists among a dataclass's fields, read from JSON, into tuples; unknown names raise ValueError."""
     check_type("fields", fields, Mapping)
     known = {field.name for field in dataclasses.fields(cls)}
     if unknown := sorted(set(fields) - known):

@@ -1,4 +1,4 @@
-"""Writes files and folders atomically: to a hidden folder beside the target, which is then renamed."""
+"""Writes files and folders atomically: writes into a hidden folder beside the target, then moves the result there."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _PREFIX = ".vit-fast-partial-"  # does not contain the file name, which may have
 
 @contextlib.contextmanager
 def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
-    """Yields a temporary path; moves all files beside it to their final names if the block succeeds, else removes them.
+    """Yields a path in a hidden folder. If the block succeeds, moves all files of that folder beside `path`.
 
-    Missing folders are created. `errors` are a library's exceptions of failed writes; they become an OSError.
+    Missing folders are created. `errors` are exceptions that a library raises if a write fails; they become an OSError.
     """
     check_replaceable(path)
     with _hidden_folder(path, *errors) as aside:
@@ -34,7 +34,7 @@ def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def folder_aside(path: Path) -> Iterator[Path]:
-    """Yields a hidden folder, which is renamed to `path`, a new name or an empty folder, if the block succeeds."""
+    """Yields a hidden folder. If the block succeeds, renames it to `path`, which must be a new or empty folder."""
     if path.is_symlink():
         path = Path(os.path.realpath(path))
     with _hidden_folder(path) as aside:
@@ -44,7 +44,7 @@ def folder_aside(path: Path) -> Iterator[Path]:
 
 
 def check_writable(path: Path) -> None:
-    """Raises OSError if the parent of a path is a file or a folder without write permission."""
+    """Raises OSError if the nearest existing parent of a path is a file or a folder without write permission."""
     parent = path.absolute().parent
     while not parent.exists():
         parent = parent.parent
@@ -57,7 +57,7 @@ def check_writable(path: Path) -> None:
 def check_new_folder(path: Path) -> None:
     """Raises OSError unless the path is a new or empty folder with write permission."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        found = "one with files" if path.is_dir() else "a file"
+        found = "a folder that is not empty" if path.is_dir() else "a file"
         raise FileExistsError(f"{path}: must be a new or empty folder, got {found}")
     check_writable(path)
 
@@ -73,7 +73,7 @@ def check_replaceable(path: Path) -> None:
 
 @contextlib.contextmanager
 def _hidden_folder(path: Path, *errors: type[Exception]) -> Iterator[Path]:
-    """Yields a new folder beside `path` and removes it at the end; if a write fails, also folders that it created."""
+    """Yields a new folder beside `path` and removes it at the end. After an error, also removes parents it created."""
     parent = Path(os.path.realpath(path.parent))  # Path.resolve raises RuntimeError for circular links
     created = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     aside = None

@@ -102,7 +102,7 @@ def unfuse(model: nn.Module) -> None:
     fused = {name: module for name, module in model.named_modules() if isinstance(module, FusedModule)}
     wrapped = {name: type(module).__name__ for name, module in fused.items() if "original" not in vars(type(module))}
     raise_unsupported(
-        "unfuse", [f"{name} is wrapped as {cls}: unfuse before fully_shard" for name, cls in wrapped.items()]
+        "unfuse", [f"{name or 'model'} is wrapped as {cls}: unfuse before fully_shard" for name, cls in wrapped.items()]
     )
     for module in fused.values():
         _restore_class(module)
@@ -284,7 +284,7 @@ class _Walk:
         convs = ((name, module) for name, module in self.model.named_modules() if isinstance(module, nn.Conv2d))
         name, conv = next(convs, ("", None))
         if conv is None:
-            raise ValueError(f"{CANNOT_NORMALIZE}: the model must have a convolution as patch embedding, got none")
+            raise ValueError(f"{CANNOT_NORMALIZE}: the model must have a torch.nn.Conv2d as patch embedding, got none")
         finding = Finding() if isinstance(conv, FusedPatchConv) else FusedPatchConv.examine(conv)
         reasons = list(finding.reasons)
         if conv.in_channels != len(mean):

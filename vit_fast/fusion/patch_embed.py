@@ -35,7 +35,7 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
             return Finding([f"the patch embedding must be torch.nn.Conv2d, got {describe(module)}"])
         reasons = []
         if any(module.padding) if isinstance(module.padding, tuple) else module.padding != "valid":
-            reasons.append(f"padding must be 0, got {module.padding}: zero padding is valid only for normalized images")
+            reasons.append(f"padding must be 0, got {module.padding}: padding pixels would not be normalized")
         if module.groups != 1:
             reasons.append(f"groups must be 1, got {module.groups}")
         return Finding(reasons, ["the model now takes images in 0..255, uint8 or floating, not normalized ones"])
@@ -63,6 +63,6 @@ def check_normalize(normalize: Any) -> tuple[tuple[float, ...], tuple[float, ...
     except (TypeError, ValueError):
         mean, std = (), ()
     if len(mean) != len(std) or not mean or min(std) <= 0:
-        requirement = "normalize must be (mean, std), with one number per channel each and std > 0, for images in 0..1"
+        requirement = "normalize must be (mean, std), two tuples with one number per channel, and std > 0"
         raise ValueError(f"{requirement}, got {normalize!r}")
     return mean, std

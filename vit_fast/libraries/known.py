@@ -59,7 +59,7 @@ def recognize(model: nn.Module) -> ImageModel:
         raise UnsupportedInputError(what, ["the model must be a ViT of vit_fast, timm, transformers or torchvision"])
     if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()) or model.training:
         if next(model.parameters()).device.type == "meta":
-            raise UnsupportedInputError(found.name, ["it must have weights, got the meta device: load them first"])
+            raise UnsupportedInputError(found.name, ["weights must be loaded, got tensors on the meta device"])
         found.model = copy.deepcopy(model).to("cpu", torch.float32).eval()
     found.set_data_config(found.data_config)
     return found
@@ -103,8 +103,8 @@ def form_or_reason(cls: type[nn.Module]) -> tuple[type[FusedModule] | None, str 
             continue
         if cls.__name__.startswith("FSDP") and any(parent.__name__ == "FSDPModule" for parent in cls.__mro__):
             return None, "fully_shard has wrapped it: call fuse before fully_shard"
-        own = " with a forward of its own" if cls.forward is not form.original_forward else ""
-        return None, f"{cls.__qualname__} is a subclass of {base.__qualname__}{own}"
+        own = ", which has another forward" if cls.forward is not form.original_forward else ""
+        return None, f"fuse supports {base.__qualname__}, but not its subclass {cls.__qualname__}{own}"
     return None, None
 
 

@@ -62,7 +62,7 @@ def _convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     converted.origins = {name: tuple(source_of[one] for one in origins) for name, origins in converted.origins.items()}
     converted.add_batch_axis()
     if any(name.startswith(f"{prefix}pre_logits/") for name in state):
-        converted.head_problem = "its head has a hidden pre_logits layer, which ViTConfig does not support"
+        converted.head_problem = "the source has a hidden layer pre_logits, which ViTConfig does not support"
     return converted
 
 

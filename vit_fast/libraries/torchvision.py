@@ -79,7 +79,7 @@ def recognize(model: Any) -> ImageModel | None:
 
 class TorchvisionModel(ImageModel):
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
-        reasons = ["it supports one image size only"] if dynamic_size else []
+        reasons = ["the model supports one image size only"] if dynamic_size else []
         raise_unsupported("dynamic_size with torchvision's VisionTransformer", reasons)
         # disable the fast path of nn.MultiheadAttention, an operator that ONNX cannot represent
         enabled = torch.backends.mha.get_fastpath_enabled()
@@ -109,12 +109,12 @@ class MultiheadAttentionMixin(FusedModule):
             return Finding(["kdim and vdim must equal embed_dim"])
         reasons = tensor_reasons("in_proj_weight", module.in_proj_weight)
         if module.bias_k is not None or module.bias_v is not None:
-            reasons.append("it appends learned tokens to keys and values (add_bias_kv)")
+            reasons.append("add_bias_kv must be False, got True")
         if module.add_zero_attn:
-            reasons.append("it appends a zero token to keys and values (add_zero_attn)")
+            reasons.append("add_zero_attn must be False, got True")
         if type(module.out_proj) is not NonDynamicallyQuantizableLinear:
-            reasons.append(f"out_proj must be torch's own linear, got {type_name(module.out_proj)}")
-        notes = ["torch's forward runs calls with masks, and all except mha(x, x, x, need_weights=False)"]
+            reasons.append(f"out_proj must be a NonDynamicallyQuantizableLinear, got {type_name(module.out_proj)}")
+        notes = ["only calls mha(x, x, x, need_weights=False) without masks run fused; others run torch's forward"]
         notes += dropout_notes("attention", module.dropout) if isinstance(module.dropout, float) else []
         return Finding(reasons + touch_reasons([("out_proj", module.out_proj)]), notes)
 

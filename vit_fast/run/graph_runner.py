@@ -90,9 +90,9 @@ class GraphRunner:
         given = {"example": example, "budgets": budgets, "batch_sizes": batch_sizes, "max_images": max_images}
         given = {name: value for name, value in given.items() if value is not None}
         if list(given) not in (["example"], ["example", "batch_sizes"], ["budgets"], ["budgets", "max_images"]):
-            requirement = "either example (and optionally batch_sizes) or budgets (and optionally max_images)"
+            requirement = "pass example and optionally batch_sizes, or budgets and optionally max_images"
             got = ", ".join(name if name == "example" else f"{name}={value!r}" for name, value in given.items())
-            raise ValueError(f"{requirement} must be given, got {got or None}")
+            raise ValueError(f"{requirement}: got {got or None}")
         self.model, self._fallback = model.eval(), fallback
         self._tower: PackedTower
         if example is not None:
@@ -137,7 +137,7 @@ class GraphRunner:
         """
         call = self._tower.read(*args, **kwargs)
         if min(call.lengths, default=1) < 1:
-            raise ValueError(f"each image must have at least one token, got {call.lengths}: check the grids or sizes")
+            raise ValueError(f"images must have at least one token each, got {call.lengths}: check the grids or sizes")
         if self._eager or not call.lengths:
             with torch.no_grad():
                 return self._tower.eager(*args, **kwargs)
@@ -200,12 +200,12 @@ class GraphRunner:
             yield change
         leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
         if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
-            yield "images must not require gradients: call detach()"
+            yield "inputs must not require gradients: call detach()"
         if strange := {leaf.device for leaf in leaves if leaf.is_cuda} - {self._device}:
             yield f"inputs must be on {self._device} or the CPU, got {', '.join(map(str, strange))}"
         yield from _autocast(self._device)
         if torch.compiler.is_compiling():
-            yield "the call must not be compiled or exported"
+            yield "the runner must not be called while torch compiles or exports a model"
 
     def _parts(self, call: Call) -> Iterator[Part]:
         """Runs the images of a call in parts. Each part overwrites the outputs of the previous one."""
@@ -256,7 +256,7 @@ class _Batches(ImageTower):
 def _no_graph_reasons(model: nn.Module, like: Tensor) -> list[str]:
     reasons = [] if like.is_cuda else [f"example must be on a CUDA device, got {like.device}"]
     if devices := {parameter.device for parameter in model.parameters()} - {like.device}:
-        reasons.append(f"the model must be on the example's {like.device}, got {', '.join(map(str, devices))}")
+        reasons.append(f"the model must be on the example's device, {like.device}, got {', '.join(map(str, devices))}")
     return reasons
 
 
@@ -299,7 +299,7 @@ def _fit_tower(model: nn.Module) -> PackedTower:
         if not is_known and fused_form(type(module)) is not None:
             reasons.append(f"{name or 'the tower'} must be fused: call vit_fast.fuse first")
         elif tower.like.is_cuda and getattr(module, "vit_fast_backend", "triton") != "triton":
-            reasons.append(f"{name or 'the tower'} must have backend 'triton': others copy lengths to the host")
+            reasons.append(f"{name or 'the tower'} must have backend 'triton', because others copy lengths to the host")
     if reasons:
         raise UnsupportedInputError("GraphRunner with budgets", reasons[:3])
     return tower

@@ -44,7 +44,7 @@ class WeightsReport:
     def __str__(self) -> str:
         lines = [f"{self.source}: {self.layout} layout, {self.loaded} tensors loaded, {len(self.renamed)} renamed"]
         lines += [f"interpolated {entry}" for entry in self.interpolated]
-        lines += [f"replaced {entry}" for entry in self.replaced]
+        lines += [f"not loaded {entry}" for entry in self.replaced]
         if self.ignored:
             lines.append(f"ignored {_listed(self.ignored)}")
         return "\n  ".join(lines + self.notes)
@@ -191,7 +191,7 @@ def create_model(
     source = None if weights is None else open_source(weights)
     if "/" in name:
         if weights is not None:
-            raise ValueError(f"the model must be one of `vit-fast models` if weights are given, got {name!r}")
+            raise ValueError(f"if weights are given, the model must be one of `vit-fast models`, got {name!r}")
         source = open_source(name)
         if source.config is None:
             raise ValueError(f"{name} has no config: pass a name of `vit-fast models` and weights={name!r}")
@@ -259,7 +259,7 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
     if head_problem and any(name.startswith(_HEADS) for name in tensors):
         problems.append(f"head: {head_problem}")
     if any(name.startswith(_HEADS) for name in missing) or any("shape of head" in problem for problem in problems):
-        problems.append("to keep the model's head, pass num_classes (create_model) or replace_head=True")
+        problems.append("to keep the model's head, use create_model(num_classes=N) or load_weights(replace_head=True)")
     if problems:
         raise WeightsError(f"{source.name} ({converted.layout} layout) does not fit:\n  - " + "\n  - ".join(problems))
     report.loaded = len(tensors)

@@ -106,7 +106,7 @@ def _read_safetensors(path: Path) -> Source:
             source.data_config = DataConfig.from_dict(saved["data_config"])
             names = saved["class_names"]
             if not isinstance(names, list | None):
-                raise ValueError(f"class_names must be a list, got {names!r}")
+                raise ValueError(f"class_names must be a list or null, got {names!r}")
             source.class_names = None if names is None else tuple(map(str, names))
         except _DAMAGE as error:
             raise WeightsError(f"{path}: its vit-fast metadata cannot be read: {_first_line(error)}") from None
@@ -219,7 +219,7 @@ def _read_shards(index_file: Path, find: Find) -> Source:
     source, shards = Source(str(index_file), {}), _read_json(index_file).get("weight_map")
     files = shards.values() if isinstance(shards, dict) else [shards]
     if any(not isinstance(file, str) or Path(file).name != file for file in files):
-        raise WeightsError(f"{index_file}: weight_map must map each tensor to a file of this folder")
+        raise WeightsError(f"{index_file}: weight_map must map each tensor name to a file name in the same folder")
     for filename in sorted(set(files)):
         if (path := find(filename)) is None:
             raise WeightsError(f"{index_file}: lists {filename}, which does not exist")

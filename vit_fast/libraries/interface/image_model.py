@@ -96,7 +96,7 @@ def required_input_reasons(model: nn.Module) -> list[str]:
         return []
     packed = {"grid_thw", "spatial_shapes"} & set(names)
     advice = ": to export, use vit_fast.FixedGrid; for CUDA graphs, pass budgets to GraphRunner" if packed else ""
-    return [f"its forward must require only images, but also requires {' and '.join(names)}{advice}"]
+    return [f"the model's forward must require only images, but also requires {' and '.join(names)}{advice}"]
 
 
 def comes_from(package: str, model: nn.Module, *class_names: str) -> bool:

@@ -142,7 +142,7 @@ class ImageTower(PackedTower):
         options, reasons = self.options_of(kwargs)
         shape, batch = self.shapes["images"], len(pixel_values)
         if tuple(pixel_values.shape[1:]) != shape:
-            reasons.append(f"images must have shape {shape}, got {tuple(pixel_values.shape[1:])}")
+            reasons.append(f"each image must have shape {shape}, got {tuple(pixel_values.shape[1:])}")
         return Call([self.tokens_per_image or 1] * batch, [1] * batch, pixel_values, options, reasons)
 
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
@@ -155,7 +155,7 @@ class ImageTower(PackedTower):
         outputs, batch = self.eager(buffers["images"], **options), len(buffers["images"])
         shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
         requirement = "the first axis of each output must be the batch"
-        invalid = [f"{requirement}, got {shape} for {batch} images" for shape in shapes if shape[:1] != (batch,)]
+        invalid = [f"{requirement}, got shape {shape} for {batch} images" for shape in shapes if shape[:1] != (batch,)]
         raise_unsupported("GraphRunner", invalid[:1])
         return outputs
 

@@ -134,7 +134,7 @@ class TimmModel(ImageModel):
         from timm.layers.format import Format
 
         if not hasattr(embed, "strict_img_size"):
-            raise UnsupportedInputError(what, ["its positions are fixed"])
+            raise UnsupportedInputError(what, ["its patch embedding supports one image size only"])
         switch(undo, model, "dynamic_img_size", True)
         for name, value in (("strict_img_size", False), ("flatten", False), ("output_fmt", Format.NHWC)):
             switch(undo, embed, name, value)

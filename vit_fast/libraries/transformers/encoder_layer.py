@@ -78,7 +78,7 @@ class FusedLayer(FusedNormMlp):
             name, module = f"{name}.attention", block.watch(f"{name}.attention")
             names = projections_of(module)
         if names is None or not out or not fused_class(module, FusedSelfAttention):
-            block.reasons.append(f"{name} must be fused and have four projections, got {describe(module)}")
+            block.reasons.append(f"{name} must be fused, with q, k, v and output projection, got {describe(module)}")
             return None
         qkv = tuple(f"{name}.{linear}" for linear in names[:3])
         linears = [block.linear(path) for path in qkv]
@@ -104,7 +104,7 @@ class FusedLayer(FusedNormMlp):
         paths = next((paths for paths in candidates if all(block.at(path) is not None for path in paths)), None)
         if paths is None:
             got = describe(block.watch(mlp))
-            block.reasons.append(f"its MLP must have two or three linear layers with known names, got {got}")
+            block.reasons.append(f"the MLP must have linear layers with known names such as fc1 and fc2, got {got}")
             return None
         if block.at("layer_scale2") is not None:
             inside += ("layer_scale2",)

@@ -71,7 +71,7 @@ class FusedTowerWithLengths(FusedTower):
     """Pixtral's tower, which passes the lengths of the packed images to its layers."""
 
     kind = "lengths of packed images"
-    host_reads = "it reads the sizes of its images on the host to pack them"
+    host_reads = "the tower reads the sizes of its images on the host: pass budgets instead of an example"
 
     def forward(self, pixel_values: Tensor, image_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Maps images [B, 3, H, W], with the (height, width) of each in pixels, to tokens [1, total, C]."""

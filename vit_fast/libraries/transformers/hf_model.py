@@ -88,7 +88,7 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
         converted.fold_class_position(config)
         converted.head_problem = token_problem
         if any("layer_scale1.lambda1" in name for name in state):
-            reads = "DINOv2's classifier reads class token and mean patch (2 * embed_dim)"
+            reads = "DINOv2's classifier reads the class token and the mean of the patches"
             converted.head_problem = f"{reads}, {unsupported}"
         return converted
 
@@ -263,7 +263,7 @@ def recognize(model: Any) -> ImageModel | None:
     config = model.config
     reasons = required_input_reasons(model)
     complex_buffers = [name for name, buffer in model.named_buffers() if buffer.is_complex()]
-    reasons += [f"its positions are complex numbers ({name})" for name in complex_buffers]
+    reasons += [f"buffer {name} must be real, got complex numbers" for name in complex_buffers]
     raise_unsupported(f"export of transformers' {type(model).__name__}", reasons)
     labels = getattr(config, "id2label", None) or {}
     names = tuple(labels[i] for i in sorted(labels, key=int))
