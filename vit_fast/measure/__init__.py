@@ -1,1 +1,1 @@
-"""Candidates, their check and clock, and the search for the fastest one."""
+"""Candidates (ways to run a model): building, checking and timing them, and the search for the fastest."""

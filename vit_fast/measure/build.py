@@ -1,4 +1,4 @@
-"""Builds a candidate for a model: an `Optimized`, which takes the model's inputs."""
+"""Builds a candidate, a way to run a model, as an `Optimized`."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Function = Callable[..., Any]
 
 
 class Optimized:
-    """The result of `optimize`: a callable for inference that runs an independent copy of a model as a candidate.
+    """A callable for inference that runs an independent copy of a model as a candidate.
 
-    It takes the same inputs and returns outputs of the same dtypes, and has no other members of the model.
+    It takes the model's inputs and returns outputs in the model's dtypes. It has no parameters or submodules.
     """
 
-    __slots__ = ("_function", "_output_dtypes", "candidate")  # setting anything else raises an error
+    __slots__ = ("_function", "_output_dtypes", "candidate")  # setting another attribute raises an error
 
     def __init__(self, candidate: Candidate, function: Function, output_dtypes: tuple[torch.dtype, ...]) -> None:
         self.candidate, self._function, self._output_dtypes = candidate, function, output_dtypes
@@ -50,11 +50,11 @@ class Optimized:
         return map_floating(lambda value: value.to(next(dtypes, value.dtype)), output)
 
     def __getattr__(self, name: str) -> Any:
-        reason = f"can only be called, and has no {name}: change the original model, and optimize that again"
-        raise AttributeError(f"the result of vit_fast.optimize {reason}")
+        remedy = "to change the model, change the original and call vit_fast.optimize again"
+        raise AttributeError(f"an optimized model can only be called, and has no attribute {name!r}: {remedy}")
 
     def eval(self) -> Optimized:
-        return self  # it always runs in eval mode
+        return self  # the copy is always in eval mode
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.candidate.engine != "torch" or not isinstance(self._function, nn.Module):
@@ -70,16 +70,16 @@ def build(
     candidate: Candidate, model: nn.Module, example: Any, output: Any, image_files: Sequence[str | Path],
     min_agreement: float = 0.0,
 ) -> Optimized:  # fmt: skip
-    """Builds a candidate for a model, whose output for the example is `output`; it may share the model's weights."""
+    """Builds a candidate for a model. `output` is the model's output for the example. Weights may be shared."""
     hooked = [name or "the model" for name, module in model.named_modules() if is_hooked(module)]
     if candidate != ORIGINAL and hooked:
         raise UnsupportedInputError(candidate.name, [f"hooks of {', '.join(hooked[:3])} would not run: remove them"])
     function: Function = model
-    if candidate.runs_file:  # the runtime splits batches and sets threads itself
+    if candidate.runs_file:  # _session splits batches and sets threads
         function = _session(candidate, model, example, output, image_files)
     elif candidate != ORIGINAL:
         if isinstance(model, OnnxFile):
-            raise UnsupportedInputError(candidate.name, ["an ONNX file needs ONNX Runtime or OpenVINO"])
+            raise UnsupportedInputError(candidate.name, ["an ONNX file runs only in ONNX Runtime or OpenVINO"])
         work = changed_copy(candidate, model, example, image_files, min_agreement)
         function = candidate.compiled(work, fullgraph=False)  # models of other libraries may have graph breaks
         if candidate.engine in GRAPH_MODES:
@@ -103,7 +103,7 @@ def build(
 def changed_copy(
     candidate: Candidate, model: nn.Module, example: Any, image_files: Sequence[str | Path], min_agreement: float = 0.0
 ) -> nn.Module:
-    """Returns a copy of the model in the candidate's precision, fused and frozen; it shares parameters if possible."""
+    """Returns a copy of the model in the candidate's precision, fused and frozen; shares parameters if possible."""
     if candidate.precision == "fp8" and (reasons := fp8_reasons(tensors_in(example)[0].device)):
         raise UnsupportedInputError(candidate.name, reasons)
     shared: dict[int, Any] = {}
@@ -128,10 +128,10 @@ def changed_copy(
 def _calibration_images(
     candidate: Candidate, model: nn.Module, example: Any, image_files: Sequence[str | Path]
 ) -> Sequence[Tensor]:
-    """Returns batches of image_files, or the example if the preprocessing of the model is unknown."""
+    """Returns batches of image_files. The default is a sample image, or the example for an unknown model."""
     images, data = only_images(example), None
     if images is None:
-        raise UnsupportedInputError(candidate.name, ["the model must take one tensor"])
+        raise UnsupportedInputError(candidate.name, ["the model must take one tensor and no other argument"])
     try:
         data = recognize(model).data_config
     except UnsupportedInputError:
@@ -164,7 +164,7 @@ def _session(
     if images is None:
         raise UnsupportedInputError(candidate.name, ["the model must take one tensor and no other argument"])
     if len(tensors_in(output)) != 1 or len(leaves) != 1:
-        found = f"{len(tensors_in(output))} tensors among {len(leaves)} values"
+        found = f"{len(leaves)} values, of which {len(tensors_in(output))} are tensors"
         reason = f"the model must return one tensor and no other value, got {found}"
         raise UnsupportedInputError(candidate.name, [reason])
     with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +173,7 @@ def _session(
         run: Function = open_file(candidate, path, images, model.image_hw if isinstance(model, OnnxFile) else None)
     if candidate.engine == "openvino":
         run = _in_pieces(run, candidate.split or len(images))
-    # inputs and outputs of our exports are fp32
+    # files that write_onnx exports have fp32 inputs and outputs
     as_given = isinstance(model, OnnxFile) or (candidate.engine == "openvino" and images.dtype == torch.bfloat16)
 
     def computed(images: Tensor) -> Any:
@@ -184,7 +184,7 @@ def _session(
 
 
 def _in_pieces(function: Function, size: int) -> Function:
-    """Splits the batch into calls of `size` images; every output's first axis is the batch."""
+    """Calls the function for `size` images at a time, and concatenates the outputs along the first axis."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         batch = next((leaf.shape[0] for leaf in tensors_in((args, kwargs)) if leaf.dim()), 0)
@@ -221,7 +221,7 @@ def map_floating(convert: Callable[[Tensor], Tensor], values: Any) -> Any:
 
 
 def with_inputs(function: Function, convert: Callable[[Tensor], Tensor]) -> Function:
-    """Converts floating inputs before each call."""
+    """Converts floating-point inputs before each call."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         some, named = map_floating(convert, (args, kwargs))
@@ -243,14 +243,14 @@ def call(function: Function, example: Any) -> Any:
 
 
 def only_images(example: Any) -> Tensor | None:
-    """Returns the tensor of an example that contains nothing else, or None."""
+    """Returns the tensor of an example that is a single tensor; otherwise None."""
     args, kwargs = arguments(example)
     values = [*args, *kwargs.values()]
     return values[0] if len(values) == 1 and isinstance(values[0], Tensor) else None
 
 
 def _of_images(function: Callable[[Tensor], Any], model: nn.Module, example: Any, candidate: Candidate) -> Function:
-    """Makes a function of images callable as the model is: by position, or by the name of its argument or example."""
+    """Lets callers pass the images by position, by the name in the example, or by the first name in `forward`."""
     names = {*arguments(example)[1], *list(inspect.signature(model.forward).parameters)[:1]}
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Cached results of `optimize`: the best candidate for a machine, its versions, a model and shapes.
+"""Cached results of `optimize`: the fastest candidate for a machine, library versions, a model and input shapes.
 
-Each result is a JSON file in ~/.cache/vit_fast/answers. XDG_CACHE_HOME or VIT_FAST_CACHE select another folder. A
-damaged file is ignored with a warning. Files are replaced atomically, so processes may run concurrently.
+Each result is a JSON file in ~/.cache/vit_fast/answers. XDG_CACHE_HOME replaces ~/.cache, and VIT_FAST_CACHE the whole
+path. A damaged file is ignored with a warning. Files are replaced atomically, so processes may run concurrently.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PACKAGES = ("torch", "triton", "onnxruntime", "onnxruntime-gpu", "openvino", "ti
 
 @dataclass(frozen=True)
 class CachedResult:
-    """The fastest candidate and its measurements, for a machine, model, shapes and request; see key_of."""
+    """The fastest candidate and its measurements; see key_of for the key."""
 
     key: dict[str, Any]
     candidate: Candidate
@@ -48,14 +48,14 @@ class CachedResult:
 
     @classmethod
     def read(cls, path: Path) -> CachedResult:
-        """Reads what `write` wrote; raises OSError, or ValueError for anything else."""
+        """Reads a file of `write`; raises OSError, or ValueError for other content."""
         data = json.loads(path.read_text())
         version = data.get("format") if isinstance(data, dict) else None
         if version != FORMAT:
             raise ValueError(f"its format must be {FORMAT}, got {version!r}")
         key, candidate, figures = (data.get(name) for name in ("key", "candidate", "figures"))
         if not all(isinstance(part, dict) for part in (key, candidate, figures)):
-            raise ValueError("key, candidate and figures must be objects")
+            raise ValueError("key, candidate and figures must be JSON objects")
         if lacking := [*(name for name in KEY if name not in key), *(name for name in FIGURES if name not in figures)]:
             raise ValueError(f"key and figures must also contain {', '.join(lacking)}")
         return cls(key, Candidate.from_dict(candidate), figures)
@@ -66,7 +66,7 @@ class CachedResult:
 
 
 def folder() -> Path:
-    """Returns the folder of cached results; raises OSError if the user has no home."""
+    """Returns the folder of cached results; raises OSError if the user has no home folder."""
     if named := os.environ.get("VIT_FAST_CACHE"):
         return Path(named)
     try:
@@ -76,7 +76,7 @@ def folder() -> Path:
 
 
 def key_of(model: nn.Module, example: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Returns the key of a result; if the request allows loss, the values of the weights are part of it."""
+    """Returns the key of a result. `request` contains options of `optimize`; with lossy ones, weights are hashed."""
     tensors = tensors_in(example)
     return {
         "machine": machine(tensors[0].device),
@@ -101,7 +101,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 def model_key(model: nn.Module) -> str:
     """Returns a hash of a model's class and of its tensors' names, shapes and dtypes; of a file, of its content."""
     described = [f"{type(model).__module__}.{type(model).__qualname__}"]
-    for name, value in model.state_dict().items():  # quantized layers also have other entries, files one text
+    for name, value in model.state_dict().items():  # quantized layers have other types, too; an OnnxFile has a string
         content = value if isinstance(value, str) else type(value).__name__
         if isinstance(value, torch.Tensor):
             content = f"{tuple(value.shape)} {value.dtype}"
@@ -115,7 +115,7 @@ def find(key: dict[str, Any]) -> Iterator[CachedResult]:
 
 
 def store(result: CachedResult) -> None:
-    """Writes a result to the cache, and replaces one with the same key; raises OSError if that fails."""
+    """Writes a result to the cache, over a result with the same key; may raise OSError."""
     name = hashlib.sha256(json.dumps(result.key, sort_keys=True).encode()).hexdigest()[:24]
     result.write(folder() / f"{name}.json")
 

@@ -1,6 +1,6 @@
-"""Candidates: ways to run a model, which can be built, checked and timed, and the limits of doing so.
+"""Candidates: ways to run a model. Builds and checks a candidate, limits the time, and handles interrupts.
 
-Before a candidate is timed, its outputs are compared with fp64, by the rule of vit_fast.accuracy.
+Before a candidate is timed, its outputs are compared with an fp64 reference, by the rule of vit_fast.accuracy.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ COMPILE_MODES = ("default", "freezing", "reduce-overhead", "max-autotune")
 GRAPH_MODES = COMPILE_MODES[2:]  # capture CUDA graphs
 Precision = Literal["bf16", "fp16", "int8", "fp8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-# Dtypes of the model; with fp8, of everything except the operands of the linear layers.
+# Dtype of the model at each precision. With fp8, only the operands of linear layers are fp8.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 # Runtimes that load a file.
 RUNTIMES = {"onnxruntime": "ONNX Runtime", "tensorrt": "ONNX Runtime with TensorRT", "openvino": "OpenVINO"}
 CONFIGURATION = ("engine", "attention", "mlp", "precision", "frozen", "graphs", "threads", "split")
 MEASURES: tuple[Measure, ...] = ("largest", "rms")
-# Outputs that are no logits agree if their cosine similarity is at least this.
+# Minimum cosine similarity at which outputs other than logits agree.
 SAME_DIRECTION = 0.99
 
 
@@ -45,20 +45,20 @@ SAME_DIRECTION = 0.99
 class Candidate:
     """A way to run a model. The default is the model itself.
 
-    `optimize` varies the fields in CONFIGURATION. The benchmark describes its candidates by the others.
+    `optimize` varies the fields in CONFIGURATION. The other fields describe candidates of `vit-fast bench`.
     """
 
     engine: Engine = "torch"
     attention: str | None = None  # backend of vit_fast.fuse; None does not fuse
     mlp: str | None = None
-    precision: Precision | None = None  # below the model's
+    precision: Precision | None = None  # None: the model's
     frozen: bool = False
     graphs: bool = False
     threads: int | None = None
     split: int | None = None  # images per call
     base: str = ""
     summary: str = ""
-    builder: Callable[[Any, Any], Callable[[Any], Any]] | None = None  # of this and a benchmarks.models.Group
+    builder: Callable[[Any, Any], Callable[[Any], Any]] | None = None  # takes the candidate and a models.Group
     packages: tuple[str, ...] = ()
     peer: bool = False  # another project's implementation
     compilable: bool = True
@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def compile_mode(self) -> str:
-        """The mode of torch.compile, "none" without it."""
+        """The mode of torch.compile, or "none"."""
         if self.engine == "torch" or self.runs_file:
             return "none"
         return "freezing" if self.frozen else "default" if self.engine == "compile" else self.engine
@@ -128,7 +128,7 @@ class Candidate:
         """Reads the output of to_dict; raises ValueError for an unknown field, type, engine or precision."""
         for name, value in data.items():
             if name not in CONFIGURATION or not isinstance(value, str | bool | int):
-                raise ValueError(f"a candidate must consist of {', '.join(CONFIGURATION)}, got {name}={value!r}")
+                raise ValueError(f"fields must be {', '.join(CONFIGURATION)} (str, bool or int), got {name}={value!r}")
         for name, known in (("engine", get_args(Engine)), ("precision", PRECISIONS)):
             if name in data and data[name] not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {data[name]!r}")
@@ -195,7 +195,7 @@ def errors_of(leaf: Tensor, exact: Tensor) -> dict[Measure, float]:
 def limits_of(
     errors: dict[Measure, float], exact: Tensor, dtype: torch.dtype, factor: float = FORWARD_FACTOR
 ) -> dict[Measure, float]:
-    """Returns the errors that the rule of vit_fast.accuracy allows, given those of eager PyTorch."""
+    """Returns the errors that the rule of vit_fast.accuracy allows, given the errors of eager PyTorch."""
     return {measure: allowed_error(error, exact, dtype, factor, measure) for measure, error in errors.items()}
 
 
@@ -211,7 +211,7 @@ def leaves_of(output: Any) -> list[Tensor]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Returns at most `most` indices below `count`: evenly spaced, with the first and the last."""
+    """Returns at most `most` indices below `count`: evenly spaced, including the first and the last."""
     return [round(i * (count - 1) / (most - 1)) for i in range(most)] if count > most else list(range(count))
 
 
@@ -230,15 +230,15 @@ class Prepared:
 
     candidate: Candidate
     function: Any
-    call: Call  # of a batch's number
+    call: Call  # takes the number of a batch
     verdict: Verdict
     agreement: float | None
     build_s: float
     first_call_s: float
     call_s: float
-    own_bytes: int  # that building it added
-    call_bytes: int | None  # peak of what a call allocates; None if the check failed
-    row: dict[str, Any] = field(default_factory=dict)  # of the benchmark
+    own_bytes: int  # memory that building added
+    call_bytes: int | None  # peak memory of a call; None if the check failed
+    row: dict[str, Any] = field(default_factory=dict)  # row of the benchmark's table
 
 
 def prepare(
@@ -247,7 +247,7 @@ def prepare(
 ) -> Prepared:  # fmt: skip
     """Builds a candidate, calls it, compares its output with the reference, and measures its memory.
 
-    `build` returns what runs, a call of it, and in training a function of the gradients, which are compared instead.
+    `build` returns a callable, a call for a batch number, and in training a function that returns gradients to compare.
     """
 
     def timed(action: Callable[[], Any]) -> tuple[float, Any]:
@@ -260,13 +260,13 @@ def prepare(
     before = memory_in_use(device)
     build_s, (function, call, gradients) = timed(build)
     first_call_s, first = timed(gradients or (lambda: call(0)))
-    # A CUDA graph is replayed from the third call on: in inference, check that call, after one with another batch.
+    # CUDA graphs are replayed from the third call on. In inference, check the third call, after another batch.
     call(1)
     call_s, last = timed(lambda: call(0))
     verdict = judge(last if gradients is None else first, reference, tolerance)
     agreement, call_bytes = None, None
     if verdict.reason is None and reference.outputs:
-        # one by one: the next call of a CUDA graph overwrites the output
+        # compare one by one, because the next replay of a CUDA graph overwrites the output
         outputs = itertools.chain([last], map(call, range(1, len(reference.outputs))))
         same = []
         for output, expected in zip(outputs, reference.outputs, strict=True):
@@ -274,7 +274,7 @@ def prepare(
             same.append(same_class(leaf if leaf.shape == expected.shape else leaf[[*reference.rows]], expected).cpu())
         agreement = float(torch.cat(same).double().mean())
         del outputs, output, leaf
-    del first, last  # not to count their memory
+    del first, last  # their memory must not be counted
     own_bytes = max(0, memory_in_use(device) - before)
     if verdict.reason is None:
         call_bytes = peak_memory_of_call(lambda: call(1), device)
@@ -282,7 +282,7 @@ def prepare(
     return Prepared(candidate, function, call, verdict, agreement, *times, own_bytes, call_bytes)
 
 
-# The alarm repeats after this time, also the time for cleanup: a weakref callback or a handler may swallow its error.
+# The alarm repeats at this interval, because a weakref callback or a handler may swallow its exception.
 REPEAT_S = 2.0
 
 
@@ -290,8 +290,8 @@ REPEAT_S = 2.0
 def at_most(seconds: float) -> Iterator[Callable[[], None]]:
     """Raises TimeoutError in a block after `seconds`, and cancels the compilations that Inductor has queued.
 
-    Yields a function that restarts the limit. An alarm of the caller is delayed until the block ends. Code that never
-    returns to Python is not interrupted, nor is code outside the main thread.
+    Yields a function that restarts the limit. An alarm of the caller is delayed until the block ends. Outside the main
+    thread, there is no limit. C code is not interrupted before it returns to Python.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
@@ -314,11 +314,11 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
     except Exception as error:
         if not expired:
             raise
-        raise TimeoutError(f"took more than {seconds:.4g} s") from error  # also if a compiler wrapped it
+        raise TimeoutError(f"took more than {seconds:.4g} s") from error  # a compiler may have wrapped the TimeoutError
     finally:
         try:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        finally:  # an alarm may arrive here, too
+        finally:  # an alarm may arrive during this cleanup, too
             signal.signal(signal.SIGALRM, outer)
             if expired:
                 _cancel_compilations()
@@ -327,7 +327,7 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
 
 
 def _cancel_compilations() -> None:
-    """Cancels what Inductor has queued and ends its workers: they would disturb the next timing."""
+    """Cancels Inductor's queue and ends its workers, which would disturb the next timing."""
     inductor = sys.modules.get("torch._inductor.async_compile")
     if inductor is None:
         return
@@ -337,12 +337,12 @@ def _cancel_compilations() -> None:
         pool.cache_clear()
     for processes in inductor._pool_set:
         if (worker := getattr(processes, "process", None)) is not None:
-            worker.kill()  # its own workers end with it
-    inductor.after_fork()  # the next compilation starts others
+            worker.kill()  # its child processes end, too
+    inductor.after_fork()  # the next compilation starts new workers
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if memory ran out, also if a compiler or a runtime wrapped the exception."""
+    """Returns True if memory ran out, even if a compiler or a runtime wrapped the exception."""
     signs = "can't allocate memory", "CUDA out of memory", "CUDA error: out of memory"
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in signs):
@@ -358,11 +358,11 @@ def describe_error(error: Exception) -> str:
 
 @contextlib.contextmanager
 def patient_interrupt(*signals: signal.Signals) -> Iterator[Callable[[], None]]:
-    """Raises KeyboardInterrupt at the first of these signals and ignores the second, so that results are still written.
+    """Raises KeyboardInterrupt at the first signal, but not at the second, so that results are still written.
 
-    The caller's own handler runs before that. The third signal raises again, in case a library swallowed the first.
-    Yields a function that raises KeyboardInterrupt again, if other code has swallowed it. Does nothing outside the main
-    thread, nor for a signal that this process ignores.
+    The third and later signals raise again. Before each signal is handled, the caller's handler runs. Yields a function
+    that raises KeyboardInterrupt if there was a signal: other code may have swallowed the first exception. Outside the
+    main thread, nothing changes. Ignored signals stay ignored.
     """
     pressed = 0
 

@@ -1,16 +1,16 @@
-"""Times calls interleaved, after warm-up, on inputs that are not in the last-level cache; compares the timings.
+"""Times calls interleaved, after warm-up, and compares the timings.
 
-The calls are interleaved, so that clock drift, heat and other processes affect all of them. On a CPU, the host's
-monotonic clock measures a call. Untimed calls precede it (see SETTLE_MS), as in a program that runs only this call.
+The calls are interleaved, so that clock drift, heat and other processes affect all calls. On a CPU, the host's
+monotonic clock measures a call. Untimed calls precede the timed call (see SETTLE_MS).
 
-On CUDA, events around a call measure it, and the host's time to enqueue it is recorded. To measure device time alone,
-the call is queued while the device sleeps for longer than the host needs. The event before the call must still be
-pending when the call has been queued. Otherwise the call is timed again with a longer sleep. A call that waits for the
-device, or that fills the driver's queue, is marked host-bound.
+On CUDA, two events measure a call, and the host's time to queue the call is recorded. To measure device time alone, the
+call is queued while the device sleeps for longer than the host needs. The event before the call must still be pending
+when the call has been queued. Otherwise the call is timed again with a longer sleep. A call that waits for the device,
+or that fills the driver's queue, is marked host-bound.
 
-As an A/A control, one candidate is timed twice, interleaved in the same rounds. The resolution (noise floor) is the
-largest deviation from 1 that the ratio of the two, or its confidence interval, reaches. A candidate is faster or slower
-only if its interval excludes 1 and its ratio differs from 1 by more than the resolution.
+As an A/A control, one candidate is timed twice per round. The ratio of its two timings should be 1. The resolution
+(noise floor) is the largest deviation from 1 of this ratio and its confidence interval. Another candidate is faster or
+slower only if its interval excludes 1 and its ratio differs from 1 by more than the resolution.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ import torch
 Call = Callable[[int], object]
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise torch's profiler writes its progress to stderr
 
-# Duration of the untimed calls. After a call, threads of torch spin for about 10 ms, those of ONNX Runtime for 35, and
-# would share the cores with the next call. After an idle wait, the timed call would first wake its own threads.
+# Duration of the untimed calls. After a call, threads of torch spin for about 10 ms, and threads of ONNX Runtime for
+# 35 ms. These threads would slow down the next call. An idle wait would let the next call's own threads fall asleep.
 SETTLE_MS = 40.0
 RESAMPLES, CONFIDENCE = 1000, 0.99
 UNRANKABLE = 0.10  # candidates are not ranked if the resolution exceeds this
 SAME, FASTER, SLOWER, UNKNOWN = "no difference", "faster", "slower", "cannot be ranked"
 QUIET_RUN = "to reduce noise, stop other processes, fix the clocks, or pin the run to unused cores (taskset -c)"
-# The sleep in units of the host's time, and an additional constant.
+# The device sleeps for MARGIN times the host's time plus SLACK_MS.
 MARGIN, SLACK_MS = 1.5, 0.05
-# Each attempt sleeps twice as long as the one before: enough for a delay of the host, never for a call that waits.
+# Each attempt sleeps twice as long as the previous attempt.
 ATTEMPTS, PROBES = 4, 3
 SHORT_CYCLES, LONG_CYCLES = 200_000, 4_000_000
 MIN_FLUSH_BYTES = 256 * 2**20
@@ -58,7 +58,7 @@ class CudaQueue:
 
     @functools.cached_property
     def cycles_per_ms(self) -> float:
-        """The cycles of `sleep` per millisecond: the largest of a few slopes from a short to a long sleep."""
+        """The cycles of `sleep` per millisecond: the largest slope between a short and a long sleep."""
 
         def milliseconds(cycles: int) -> float:
             start = self.mark()
@@ -101,11 +101,11 @@ open_queue = functools.cache(CudaQueue)  # calibrated once per process and devic
 class Protocol:
     """The length of a measurement.
 
-    A call is timed until it has `repeats` samples, or `least_repeats` samples and `seconds` (with untimed calls),
-    whichever is first. Before, it is called up to `warmup_repeats` times or for `warmup_seconds`, at least once.
+    A call is timed `repeats` times, or fewer after `seconds` (including untimed calls), but at least `least_repeats`
+    times. Before that, the call runs `warmup_repeats` times, or fewer after `warmup_seconds`.
 
     On CUDA, `launch` "counted" includes the host's time to launch the call on an idle device, as in a latency-bound
-    program. "hidden" empties the cache and queues the call behind other work, so that only device time counts.
+    program. "hidden" flushes the L2 cache and queues the call behind a sleep, so that only device time counts.
     """
 
     repeats: int = 50
@@ -135,15 +135,15 @@ class Samples(list[float]):
         self._call, self._queue = call, open_queue(device) if device.type == "cuda" else None
         self.untimed_ms, self._settle_ms = 0.0, 0.0 if alone else SETTLE_MS
         self._hide, self._sleep_ms = protocol.launch == "hidden", 0.0
-        self.hosts_ms: list[float] = []  # of the host to enqueue a call on CUDA
-        self.host_bound = False  # launches were to be hidden but could not be, so the host's time is included
+        self.hosts_ms: list[float] = []  # host time to queue each call on CUDA
+        self.host_bound = False  # the launch could not be hidden, so host time is included
 
     @property
     def ms(self) -> float:
         return percentile(self, 0.5)
 
     def figures(self) -> dict[str, Any]:
-        """Returns median, percentiles and all samples for a row of a record."""
+        """Returns the median, percentiles and all samples, for a row of a benchmark record."""
         return {
             "ms": self.ms, "ms_p20": percentile(self, 0.2), "ms_p80": percentile(self, 0.8), "repeats": len(self),
             "host_ms": percentile(self.hosts_ms, 0.5) if self.hosts_ms else None, "host_bound": self.host_bound,
@@ -183,7 +183,7 @@ class Samples(list[float]):
         return device_ms
 
     def _queued(self, number: int, sleep_ms: float = 0.0) -> tuple[float, float, bool]:
-        """Returns the time of a call, the host's time, and True if the device was still asleep when it was queued."""
+        """Returns device ms, host ms, and True if the device still slept when the call had been queued."""
         queue: Any = self._queue
         if self._hide:
             queue.flush()
@@ -202,9 +202,9 @@ def time_interleaved(
     calls: Mapping[str, Call], device: torch.device | str, protocol: Protocol | None = None, *,
     is_done: Callable[[int, Mapping[str, Samples]], bool] | None = None,
 ) -> dict[str, Samples]:  # fmt: skip
-    """Times several calls, functions of the round's number, interleaved until each satisfies the protocol.
+    """Times several calls interleaved until each satisfies the protocol. Each call gets the number of the round.
 
-    `is_done` replaces this condition. It is called after every round with the number of rounds and the samples so far.
+    `is_done` replaces the condition. It is called after every round with the number of rounds and the samples so far.
     """
     device = torch.device(device)
     protocol = Protocol() if protocol is None else protocol
@@ -218,7 +218,7 @@ def time_interleaved(
                     break
         samples = {name: Samples(call, device, protocol, alone=len(calls) == 1) for name, call in calls.items()}
         for number in itertools.count():
-            # Random, so that what a call leaves behind (spinning threads, a warm cache) affects all others equally.
+            # Random order, so that the effects of a call (spinning threads, a warm cache) are shared equally.
             for name in random.Random(number).sample([*calls], len(calls)):
                 samples[name].take(number)
             if protocol.is_satisfied(samples) if is_done is None else is_done(number + 1, samples):
@@ -232,7 +232,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int:
-    """Returns the peak of the bytes that one call allocates; on a CPU without allocations of other libraries."""
+    """Returns the peak memory of one call in bytes. On a CPU, only torch's allocations count."""
     if device.type == "cuda":
         synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -263,9 +263,9 @@ def free_memory(device: torch.device) -> None:
 
 
 def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5) -> float:
-    """Returns the speedup of `other` over `base`: the ratio of their quantiles `share`, base time / other time.
+    """Returns the speedup of `other` over `base`: quantile `share` of base_ms / quantile `share` of other_ms.
 
-    `paired` samples with the same index are from the same round: drift cancels in the median of the ratios per round.
+    With `paired`, sample i of both is from round i: medians are replaced by the median ratio per round to cancel drift.
     """
     return float(_ratios(np.asarray(base_ms)[None], np.asarray(other_ms)[None], paired, share)[0])
 
@@ -284,7 +284,7 @@ def ratio_interval(
 
 
 def _ratios(base: np.ndarray, other: np.ndarray, paired: bool, share: float) -> np.ndarray:
-    """Returns one `ratio` per row of base and other, two arrays [rows, count]."""
+    """Returns one ratio per row of two arrays [rows, count]; see `ratio`."""
     if paired and share == 0.5 and base.shape == other.shape:
         return np.median(base / other, axis=1)
     return np.quantile(base, share, axis=1) / np.quantile(other, share, axis=1)
@@ -330,5 +330,5 @@ def compare_rows(
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Rounds to `digits` significant digits (0.012, 4.56), and values >= 10^(digits - 1) to integers (1,235)."""
+    """Formats with `digits` significant digits (0.012, 4.56), and values >= 10^(digits - 1) to integers (1,235)."""
     return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"

@@ -1,4 +1,4 @@
-"""`vit_fast.optimize`: finds the fastest configuration of a model on this machine, verifies it, and caches it.
+"""`vit_fast.optimize`: finds the fastest configuration of a model on this machine.
 
 result = vit_fast.optimize(model, images)
 print(result)
@@ -41,7 +41,7 @@ FIGURES = "optimize.json"
 
 @dataclass(frozen=True)
 class Row:
-    """The outcome of a candidate; None if it was not timed, or failed its check."""
+    """The outcome of a candidate. Fields are None if the candidate was not timed, or failed its check."""
 
     candidate: Candidate
     ms: float | None  # median duration of a call, or the 90th percentile for the objective "latency"
@@ -60,10 +60,10 @@ class Optimization:
     candidate: Candidate  # the fastest
     table: tuple[Row, ...]  # all candidates, the original first; empty for a cached result
     speedup: float  # relative to the original
-    speedup_over_compile: float | None  # relative to the best of torch.compile alone, if that was tried
-    resolution: float | None  # the smallest difference that could be measured, as a share, if it was measured
+    speedup_over_compile: float | None  # relative to torch.compile alone, if tried
+    resolution: float | None  # smallest measurable difference (0.02: 2 %); None: not measured
     objective: str  # "throughput" or "latency"
-    from_cache: bool  # a cached result, which was built and checked again
+    from_cache: bool  # True: a cached result, which was built and checked again
     cached: CachedResult  # the stored form
 
     def __str__(self) -> str:
@@ -107,40 +107,38 @@ def optimize(
     again: bool = False,
     progress: Callable[[str, float], None] | None = None,
 ) -> Optimization:
-    """Finds the fastest configuration of a model on this machine, verifies its outputs, and caches it.
+    """Finds the fastest configuration of a model on this machine, verifies its outputs, and caches the result.
 
-    Candidates are backends of our operators, torch.compile, CUDA graphs, frozen weights, ONNX Runtime, OpenVINO, thread
-    counts, splitting the batch and, if loss is allowed, lower precision. Each is built, checked, and timed interleaved
-    with the others; slow ones are dropped early. The model is copied, not changed. The result is never measurably
-    slower than the model. It is cached (see `vit-fast cache`): a second call builds and checks it without a search,
-    unless its budget is larger and the first search was not finished.
+    Candidates combine fused operators, torch.compile, CUDA graphs, frozen weights, ONNX Runtime, TensorRT, OpenVINO,
+    other thread counts and batch splitting; with lossless=False also lower precision. If no candidate is measurably
+    faster than the model, the result is a copy of the model. A second call builds and checks the cached result without
+    a search (see `vit-fast cache`). If the first search did not finish, a larger budget starts a new search.
 
     Args:
-        model: Any module, which is called in evaluation mode without gradients. Or the path of an ONNX file, which is
-            compared with ONNX Runtime's default settings.
+        model: A module, which is copied and called in evaluation mode without gradients. Or the path of an ONNX file,
+            which is compared with ONNX Runtime's default settings.
         example: Input on the model's device: images [B, channels, height, width], a tuple of arguments, or a mapping of
             keyword arguments.
-        budget_s: Seconds for building, exporting, checking and timing. A candidate that is not expected to fit is not
-            started. The model itself is always measured, and a cached result always rebuilt.
-        lossless: True for candidates that pass the rule of `vit_fast.accuracy`: at most twice the error of the model
-            itself against fp64. False also allows candidates with min_agreement.
-        min_agreement: Top-1 agreement of a lossy candidate with the model or, for outputs that are no logits, the share
-            of images with nearly the same direction. Measured on the example and `images`.
+        budget_s: Time limit in seconds for building, exporting, checking and timing. A candidate that would probably
+            exceed the budget is skipped. The model is always timed, and a cached result is always rebuilt.
+        lossless: True allows at most about twice the model's own error against fp64; see `vit_fast.accuracy`. False
+            also allows candidates in lower precision.
+        min_agreement: Minimum share of images whose top-1 class matches the model's, for candidates in lower precision.
+            Outputs other than logits match at a cosine similarity of at least 0.99. Measured on `example` and `images`.
         calibration: Image files and folders for int8 and fp8. None means the sample image of matplotlib, or for fp8 the
             example if the model's preprocessing is unknown.
         latency_or_throughput: "throughput" compares median durations, "latency" 90th percentiles.
-        memory_limit: Bytes for a candidate's own weights and the peak of a call, beyond the model.
-        allow: Precisions to try if loss is allowed: "bf16", "fp16", "int8", "fp8"; None means all.
+        memory_limit: Maximum memory of a candidate in bytes, in addition to the model.
+        allow: Precisions to try with lossless=False: "bf16", "fp16", "int8", "fp8"; None means all.
         images: More batches like the example, to measure agreement.
-        again: True to search although there is a cached result.
-        progress: Called with the next step (the reference, a candidate, the timing) and the seconds since the start.
+        again: True searches even if there is a cached result.
+        progress: Function that is called at each step with a text and the seconds since the start.
     Returns:
-        The optimized model and all candidates. Ctrl-C returns the best so far.
+        The optimized model and all candidates. Ctrl-C returns the best result so far.
     Raises:
-        ValueError: an argument is invalid or names no image; or the model writes into its inputs or its own tensors, or
-            is random.
+        ValueError: an argument is invalid, or the model is nondeterministic, returns NaN, or modifies its inputs.
         UnsupportedInputError: the model cannot be copied or run in fp64.
-        Exception: whatever the model itself raises for the example.
+        Exception: any error of the model itself for the example.
     """
     start = time.perf_counter()
     check_type("progress", progress, Callable, type(None))  # type: ignore[arg-type]  # works with isinstance
@@ -175,9 +173,9 @@ def optimize(
             start=start, progress=progress, check_interrupt=check_interrupt,
         )  # fmt: skip
         cached = None if again else next(cache.find(key), None)
-        # it is reused if its search finished, or had at least this budget
+        # reuse the result if its search finished, or had at least this budget
         if cached is not None and (cached.figures["finish_s"] is None or budget_s <= cached.figures["budget_s"]):
-            with contextlib.suppress(Refused):  # it is not available any more: search
+            with contextlib.suppress(Refused):  # the candidate is no longer available: search again
                 trials.prepare(cached.candidate, REBUILDING_S)
                 return _optimization(trials, (), cached)
         first = (candidates_of_file if isinstance(model, OnnxFile) else candidates)(device, allowed)
@@ -202,7 +200,7 @@ def optimize(
     if not found.interrupted:
         try:
             cache.store(result)
-        except OSError as error:  # the result is valid all the same
+        except OSError as error:  # the result itself is valid
             warnings.warn(f"the result is not cached: {error}", stacklevel=2)
     return _optimization(trials, table, result)
 
@@ -223,8 +221,10 @@ def load_optimized(
     """Builds the candidate that `Optimization.save` wrote for a model on this machine, and checks it.
 
     Args:
+        path: File of `Optimization.save`.
         model: A model of the same architecture, with any weights; or the same ONNX file.
-        example: Input; None means random images of the saved shape.
+        example: Input to check the outputs with; None means random images of the saved shape.
+        calibration: See `optimize`.
     Raises:
         ValueError: the file was not written by `save`, or for another architecture.
         Refused: the candidate is not available here, or fails its check.
@@ -243,7 +243,7 @@ def load_optimized(
     if example is None:
         (shape, dtype), *others = result.key["example"]
         if others or len(shape) != 4:
-            raise ValueError(f"example must be given for a model that is called with {result.key['example']}, got None")
+            raise ValueError(f"example must be given, because the inputs saved in {path} are not one 4-D tensor")
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         example = noise.to(next(module.parameters(), noise).device, getattr(torch, dtype.removeprefix("torch.")))
     trials = Trials(module, example, (), image_files, request["min_agreement"] or 0.0, request["memory_limit"])
@@ -252,14 +252,14 @@ def load_optimized(
 
 
 def _snapshot(model: Any, example: Any) -> nn.Module:
-    """Returns a copy of a model in evaluation mode; opens a file on the device of the example."""
+    """Returns a copy of a module in evaluation mode, or a file opened on the device of the example."""
     if isinstance(model, OnnxFile):
         return model
     if isinstance(model, nn.Module):
         try:
             return copy.deepcopy(model).eval()
         except Exception as error:  # whatever the model raises
-            reason = f"copying it fails: {describe_error(error)}"
+            reason = f"copy.deepcopy of the model fails: {describe_error(error)}"
             raise UnsupportedInputError("optimizing this model", [reason]) from None
     if not isinstance(model, str | Path):
         raise TypeError(f"model must be a torch.nn.Module or the path of an ONNX file, got {type(model).__name__}")
@@ -287,10 +287,10 @@ def deploy(
 ) -> list[Path]:
     """Writes a folder with the chosen candidate and its figures, optimize.json; returns the files.
 
-    A candidate of ONNX Runtime or OpenVINO becomes model.onnx, one of torch.compile an AOTInductor package model.pt2
-    for `torch._inductor.aoti_load_package`, any other an exported program model.pt2 for `torch.export.load` (after
-    `import vit_fast`, which registers the operators). Inputs must be in the candidate's precision. The caller sets
-    threads, CUDA graphs and the splitting of batches. Raises OSError, or UnsupportedInputError if the export fails.
+    A candidate of ONNX Runtime or OpenVINO becomes model.onnx. A candidate of torch.compile becomes model.pt2 for
+    `torch._inductor.aoti_load_package`. Others become model.pt2 for `torch.export.load`, after `import vit_fast`. A
+    model.pt2 takes inputs in the candidate's precision. Threads, CUDA graphs and batch splitting are not saved. Raises
+    OSError, or UnsupportedInputError if the export fails.
     """
     candidate, images = result.candidate, only_images(example)
     with folder_aside(folder) as aside:
@@ -306,7 +306,7 @@ def deploy(
             try:
                 with torch.no_grad():
                     program = torch.export.export(work, *inputs)
-            except Exception as error:  # of many types
+            except Exception as error:  # torch.export raises many types
                 reason = f"torch.export failed: {' '.join(str(error).split())[:200]}"
                 raise UnsupportedInputError(f"export of {candidate.name!r}", [reason]) from None
             package = io.BytesIO()  # torch aborts the process if it cannot write a file

@@ -27,7 +27,7 @@ Run = Callable[[Tensor], Tensor]
 class OnnxFile(nn.Module):
     """An ONNX file as a module, run by ONNX Runtime with its default settings and torch's number of threads.
 
-    `image_hw` is height and width of the images, if they are dynamic in the file.
+    `image_hw` is height and width of the images, if the file does not fix them.
     """
 
     def __init__(self, path: str | Path, device: torch.device | str = "cpu", image_hw: Size | None = None) -> None:
@@ -36,7 +36,7 @@ class OnnxFile(nn.Module):
         from vit_fast.export.runtime.metadata import copy_model, parts_of
 
         self.path, self.image_hw = Path(path), image_hw
-        if len(parts_of(self.path)) > 1:  # ONNX Runtime maps external weights, which may change
+        if len(parts_of(self.path)) > 1:  # ONNX Runtime memory-maps external weights, which may change on disk
             self._folder = tempfile.TemporaryDirectory()
             copied = Path(self._folder.name) / self.path.name
             copy_model(self.path, copied)
@@ -68,7 +68,7 @@ def open_reference(path: Path, image_hw: Size | None) -> Run:
 def write_onnx(
     candidate: Candidate, model: nn.Module, path: Path, images: Tensor, image_files: Sequence[str | Path]
 ) -> None:
-    """Exports a model in the candidate's precision; copies an ONNX file, or quantizes it to int8."""
+    """Exports a model in the candidate's precision. An ONNX file is copied, or quantized to int8."""
     from vit_fast.export import export_onnx
     from vit_fast.export.runtime.metadata import copy_model
 
@@ -97,7 +97,7 @@ def write_onnx(
 
 
 def open_file(candidate: Candidate, path: Path, images: Tensor, image_hw: Size | None) -> Run:
-    """Loads a file, which may be removed afterwards, for images like these; `image_hw` is needed if it is dynamic."""
+    """Loads a file for images like `images`; see OnnxFile for `image_hw`. The file may then be removed."""
     on_cpu = images.device.type == "cpu"
     threads = (candidate.threads or torch.get_num_threads()) if on_cpu else None
     if candidate.engine == "openvino":
@@ -114,18 +114,18 @@ def open_file(candidate: Candidate, path: Path, images: Tensor, image_hw: Size |
 @functools.cache
 def _core() -> Any:
     """Returns the only openvino.Core of the process."""
-    # Each Core installs a stack for signal handlers, and restores the previous stack when it is deleted. With several
-    # Cores, that stack may be freed already; the next signal with a Python handler then crashes the process.
+    # Each Core installs a stack for signal handlers, and restores the previous stack when the Core is deleted. With
+    # several Cores, the restored stack may be freed already. Then the next signal with a Python handler crashes.
     import openvino
 
     return openvino.Core()
 
 
 class _Openvino:
-    """Runs an ONNX file in OpenVINO on the CPU; `bf16` computes the matmuls of a file in fp32 in bf16.
+    """Runs an ONNX file in OpenVINO on the CPU; with `bf16`, OpenVINO computes fp32 matmuls in bf16.
 
-    OpenVINO also converts images in bf16 for a file that takes fp32. If torch did, its threads would keep the cores
-    busy while OpenVINO runs, which took 2 ms of 7.
+    OpenVINO also converts bf16 images to fp32. If torch converted them, torch's threads would keep spinning while
+    OpenVINO runs, which took 2 ms of 7.
     """
 
     def __init__(self, path: Path, threads: int | None, bf16: bool, images_in_bf16: bool) -> None:

@@ -1,15 +1,14 @@
 """The search of `optimize`: scouting, variations, successive halving.
 
-1. Scouting: each candidate is prepared (built, compiled, checked) and called a few times, cheap ones first. Candidates
-   that are much slower than the fastest are dropped.
+1. Scouting: each candidate is prepared (built, compiled, checked) and called a few times. Candidates that are much
+   slower than the fastest are dropped.
 2. Variations of the fastest candidate are scouted, then variations of the fastest variation, and so on.
-3. Successive halving: the remaining candidates are timed interleaved, with twice as many rounds each time, and the
-   slower half is dropped if it is clearly slower. The original stays, and the fastest is timed under a second name: the
-   difference between its two names is the resolution.
+3. Successive halving: the remaining candidates are timed interleaved, with twice as many rounds each time. From the
+   slower half, clearly slower candidates are dropped. The fastest candidate is timed twice per round. The difference
+   between its two timings is the resolution.
 
-A candidate replaces the original only if it is faster by more than the resolution, at an interval that excludes 1.
-Among equally fast candidates, the one with the fewest changes is chosen. The search does not know the content of a
-candidate, and its clock is an argument.
+A candidate replaces the original only if it is faster by more than the resolution. Among equally fast candidates, the
+candidate with the fewest changes is chosen.
 
 Source of the halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization".
 """
@@ -28,12 +27,12 @@ Objective = Literal["throughput", "latency"]
 SHARE = {"throughput": 0.5, "latency": 0.9}
 
 SCOUTING_CALLS, FIRST_ROUNDS = 3, 4
-# Rounds if the resolution is at most FINE, and the most rounds otherwise.
+# Rounds of halving: ENOUGH_ROUNDS, or up to MOST_ROUNDS while the resolution is FINE or worse.
 ENOUGH_ROUNDS, MOST_ROUNDS, FINE = 60, 240, 0.02
-# The most candidates whose variations are tried.
+# Maximum number of candidates whose variations are tried.
 MOST_VARIED = 8
 FAR_BEHIND, BEHIND = 1.5, 1.05
-# Shares of the budget after which no candidate, and no variation, is prepared.
+# Shares of the budget after which no candidate or no variation is prepared.
 SCOUTING_SHARE, VARYING_SHARE = 0.6, 0.75
 
 
@@ -47,7 +46,7 @@ class OutOfTime(Refused):
 
 @dataclass
 class Trial:
-    """A candidate with its samples; the last ones of all trials are of the same rounds."""
+    """A candidate with its samples; the last samples of all running trials are from the same rounds."""
 
     candidate: Any
     samples_ms: list[float] = field(default_factory=list)
@@ -60,14 +59,14 @@ class Found:
 
     chosen: Any
     trials: tuple[Trial, ...]
-    resolution: float | None  # the smallest difference that can be measured; None: there was no time for it
+    resolution: float | None  # the smallest difference that can be measured; None: no time to measure it
     interrupted: bool
     tried: int
-    finish_s: float | None  # the estimated budget that finishes the search; None: it is finished
+    finish_s: float | None  # estimated budget to finish the search; None: the search is finished
 
 
 def paired(one: Sequence[float], other: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """Returns the samples of two trials from the rounds that both were in: each trial's last ones."""
+    """Returns the last samples of two trials, from the rounds in which both trials were timed."""
     count = min(len(one), len(other))
     return one[len(one) - count :], other[len(other) - count :]
 
@@ -75,7 +74,7 @@ def paired(one: Sequence[float], other: Sequence[float]) -> tuple[Sequence[float
 def search(
     bench: Any, original: Any, candidates: Sequence[Any], *, budget_s: float, objective: Objective = "throughput"
 ) -> Found:
-    """Finds the fastest candidate within a budget; tries them in this order. `bench` is a trials.Trials."""
+    """Finds the fastest candidate within a budget; tries `candidates` in order. `bench` is a trials.Trials."""
     run = _Search(bench, original, budget_s, SHARE[objective])
     run.prepare(run.original, budget_s)
     interrupted = False
@@ -99,10 +98,10 @@ class _Search:
         self.bench, self.budget_s, self.share = bench, budget_s, share
         self.original = self.leader = Trial(original)
         self.trials = [self.original]
-        self.again: list[float] = []  # samples of the leader under its second name
+        self.again: list[float] = []  # samples of the leader's second timing
         self.running: list[Trial] = []  # prepared and not dropped
         self.rounds = 0
-        self.untried, self.lacking_s = 0, 0.0  # untried candidates, and the seconds that are missing
+        self.untried, self.lacking_s = 0, 0.0  # untried candidates, and the seconds that they need
 
     def prepare(self, trial: Trial, seconds: float) -> None:
         self.bench.prepare(trial.candidate, seconds)
@@ -125,10 +124,10 @@ class _Search:
                 self.prepare(trial, left)
             except Refused as error:
                 self._drop(trial, str(error))
-                if isinstance(error, OutOfTime):  # what it needs, or its limit besides the time that it has taken
+                if isinstance(error, OutOfTime):  # a timed-out candidate needs at least its limit again
                     self.untried, self.lacking_s = self.untried + 1, self.lacking_s + max(needed, left)
                 continue
-            # Other load affects the shortest call least. The second trial stays, in case the first fails.
+            # Other load affects the shortest call least. The second-fastest trial stays, in case the fastest fails.
             first, *rest = sorted(self.running, key=lambda trial: min(trial.samples_ms))
             rest = [trial for trial in rest if trial is not self.original][first is not self.original :]
             for trial in rest:
@@ -183,7 +182,7 @@ class _Search:
                 trial.reason = f"{behind:.2f}x slower" if behind > needed else "equally fast, but less simple"
             elif trial is not chosen and trial.reason is None:
                 trial.reason = "interrupted"
-        # the last candidate has to fit into the share of scouting
+        # the last candidate must be scouted within SCOUTING_SHARE
         finish_s = (self.bench.elapsed_s() + self.lacking_s) / SCOUTING_SHARE if self.lacking_s else None
         tried = len(self.trials) - self.untried
         return Found(chosen.candidate, tuple(self.trials), resolution, interrupted, tried, finish_s)
@@ -204,7 +203,7 @@ class _Search:
             self.bench.release(trial.candidate)
 
     def _resolution(self) -> float | None:
-        """Returns the difference between the leader's two names; None if there are too few samples."""
+        """Returns the difference between the leader's two timings; None if there are too few samples."""
         if len(self.again) < FIRST_ROUNDS:
             return None
         return float(control(*paired(self.leader.samples_ms, self.again), share=self.share)["resolution"])
@@ -214,6 +213,6 @@ class _Search:
         first, second = paired(other.samples_ms, one.samples_ms)
         if not first:
             return 0.0
-        if len(first) < FIRST_ROUNDS:  # too few for an interval: the slowest of one, the fastest of the other
+        if len(first) < FIRST_ROUNDS:  # too few samples for an interval: use the slowest of `one`
             return min(first) / max(second)
         return ratio_interval(first, second, paired=True, share=self.share)[0]

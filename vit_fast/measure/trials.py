@@ -50,12 +50,12 @@ ENGINE_S = {
 OPENING_S = 1.0
 # Maximum number of images in the fp64 reference, if each output depends only on its own image.
 MOST_IN_FP64 = 8
-# Assumed rounding error of an fp32 ONNX file, relative to its outputs. Such a file cannot run in fp64.
+# Assumed rounding error of an fp32 ONNX file, relative to its outputs. An ONNX file cannot run in fp64.
 FILE_ROUNDING = 2e-5
 
 
 def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Candidate]:
-    """Returns the initial candidates on a device, also in the allowed precisions; slow full-precision ones last."""
+    """Returns the initial candidates for a device, in the order to try; `allowed` adds lower precisions."""
     on_cuda = device.type == "cuda"
     backends = ("triton", "sdpa") if on_cuda and not triton_unavailable_reasons(device) else ("sdpa",)
     found: list[Candidate] = []
@@ -66,11 +66,11 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Can
             graphed = replace(fused, graphs=True, frozen=attention == mlp == "triton")
             found += [fused, graphed] if on_cuda else [replace(fused, frozen=True), fused]
         compiled = Candidate("compile", precision=precision)
-        # on a CPU, freezing packs weights for its matmuls; on CUDA, our kernels are part of the compiled graph
+        # on a CPU, freezing packs weights for its matmuls; on CUDA, fused kernels join the compiled graph
         fused = replace(compiled, attention=backends[0], mlp=backends[0], frozen=not on_cuda)
         found += [fused, compiled]
         found += [replace(fused, engine="max-autotune") if on_cuda else replace(compiled, frozen=True)]
-    if "fp8" in allowed:  # if it is unavailable, the table says why
+    if "fp8" in allowed:  # if fp8 is unavailable, the table contains the reason
         eight_bit = Candidate(attention="triton", mlp="triton", precision="fp8")
         found += [eight_bit, replace(eight_bit, graphs=True)] if on_cuda else [eight_bit]
     found += _runtimes(device, allowed)
@@ -108,10 +108,10 @@ def variations(candidate: Candidate, device: torch.device, batch: int) -> list[C
 
 
 def expect(model: nn.Module, example: Any, others: Sequence[Any] = ()) -> tuple[Any, Reference]:
-    """Returns a model's output for an example, and the reference: in fp64, and for more batches to measure agreement.
+    """Returns a model's output for an example, and the reference; `others` are more batches to measure agreement.
 
-    Raises an error if the model modifies its input, buffers or parameters in place, is not deterministic, returns NaN,
-    infinity or no floating-point tensor, or fails in fp64.
+    Raises ValueError if the model modifies its input, buffers or parameters, is nondeterministic, or returns NaN,
+    infinity or no floating-point tensor. Raises UnsupportedInputError if the model fails in fp64.
     """
     with torch.no_grad():
         _check_untouched(model, *pytree.tree_map_only(Tensor, torch.clone, arguments(example)))
@@ -123,7 +123,7 @@ def expect(model: nn.Module, example: Any, others: Sequence[Any] = ()) -> tuple[
             raise ValueError("the model must return finite outputs, got NaN or infinity for the example")
         if not _are_same(leaves, again):
             raise ValueError("the model must be deterministic, got different outputs for the same input")
-        # in fp64 a few images, or all if outputs depend on the rest of the batch
+        # run a few images in fp64, or all if outputs depend on the rest of the batch
         batch, (exact_model, rounding) = first_batch(example), _exact(model)
         rows, checked = spread(batch, MOST_IN_FP64), leaves
 
@@ -147,7 +147,7 @@ def expect(model: nn.Module, example: Any, others: Sequence[Any] = ()) -> tuple[
 
 
 def _are_same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Returns True for the same shapes and, except for rounding errors, the same values."""
+    """Returns True if the shapes match, and the values match up to rounding errors."""
     return len(ones) == len(others) and all(
         one.shape == other.shape and error_of(one, other) <= torch.finfo(one.dtype).eps ** 0.5 * size_of(one)
         for one, other in zip(ones, others)
@@ -160,10 +160,10 @@ def first_batch(example: Any) -> int:
 
 
 def _check_untouched(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises ValueError if the model writes into its input, buffers or parameters; may change all of them."""
+    """Raises ValueError if the model writes into its input, buffers or parameters. This call may change them."""
     watched = [("its input", tensor) for tensor in tensors_in((args, kwargs))]
     watched += [*model.named_buffers(), *(("its parameters", tensor) for tensor in model.parameters())]
-    counted = [(name, tensor) for name, tensor in watched if not tensor.is_inference()]  # torch counts no writes there
+    counted = [(name, tensor) for name, tensor in watched if not tensor.is_inference()]  # torch counts no writes
     before = [tensor._version for _, tensor in counted]
     model(*args, **kwargs)
     written = [name for (name, tensor), version in zip(counted, before) if tensor._version != version]
@@ -172,7 +172,7 @@ def _check_untouched(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _exact(model: nn.Module) -> tuple[Callable[..., Any], float]:
-    """Returns a function that runs the model in fp64, and its rounding error."""
+    """Returns a function that computes the reference, and the rounding error of the reference."""
     if isinstance(model, OnnxFile):
         return open_reference(model.path, model.image_hw), FILE_ROUNDING
 
@@ -195,12 +195,12 @@ class Checked:
     error: float
     allowed: float | None
     agreement: float
-    first_call_s: float  # of building it and of its first call, including compilation
-    peak_bytes: int  # that a call allocates, and that building it added (its weights)
+    first_call_s: float  # building and first call, including compilation
+    peak_bytes: int  # peak of a call, and what building added (weights)
 
 
 class Trials:
-    """Builds, checks and times candidates for a model; calls `check_interrupt` before builds and timed calls."""
+    """Builds, checks and times candidates for a model. Each build or timed call first calls `check_interrupt`."""
 
     def __init__(
         self, model: nn.Module, example: Any, others: Sequence[Any] = (), image_files: Sequence[str | Path] = (),
@@ -216,14 +216,14 @@ class Trials:
         self.batches = [example, *others]
         self.output, self.reference = expect(model, example, others)
         self.checked: dict[Candidate, Checked] = {}
-        self.took: dict[Candidate, float] = {}  # preparation in seconds, also if it timed out
+        self.took: dict[Candidate, float] = {}  # seconds of preparation, even if it timed out
         self.prepared: dict[Candidate, tuple[Optimized, Samples]] = {}
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
 
     def seconds(self, candidate: Candidate) -> float:
-        """Estimates the preparation time: the longest so far of the same kind, else a default."""
+        """Estimates the preparation time: the longest of similar candidates so far, or a default."""
 
         def kind(one: Candidate) -> tuple[object, ...]:
             return one.engine, one.precision, one.frozen
@@ -258,7 +258,7 @@ class Trials:
         verdict, agreement = ready.verdict, 1.0 if ready.agreement is None else ready.agreement
         peak, limit, reason = ready.own_bytes + (ready.call_bytes or 0), self.memory_limit, verdict.reason
         if reason is None and lossy and agreement < self.min_agreement:
-            reason = f"the top-1 agreement must be at least {self.min_agreement:.1%}, got {agreement:.1%}"
+            reason = f"the agreement with the model must be at least {self.min_agreement:.1%}, got {agreement:.1%}"
         if reason is None and limit is not None and peak > limit:
             reason = f"needs {format_number(peak / 2**20)} MiB, memory_limit is {format_number(limit / 2**20)} MiB"
         if reason is not None and not is_original:
@@ -297,16 +297,16 @@ class Trials:
 
 
 def device_of_example(example: Any) -> torch.device:
-    """Returns the device of the example's tensors; raises ValueError if there is none, or more than one."""
+    """Returns the device of the example's tensors; raises ValueError for no tensor, or several devices."""
     tensors = tensors_in(example)
     if not tensors or any(not tensor.numel() for tensor in tensors) or not tensors[0].dim():
         raise ValueError(
-            "example must be images [B, channels, height, width] with B >= 1, a tuple of arguments, or a mapping of "
-            f"keyword arguments, got {type(example).__name__}"
+            "example must contain tensors with at least one element, and the first tensor must have a batch axis, got "
+            f"{type(example).__name__} with shapes {[tuple(tensor.shape) for tensor in tensors]}"
         )
     device, *others = dict.fromkeys(tensor.device for tensor in tensors)
     if others or device.type == "meta":
-        raise ValueError(f"example must not be on the meta device or several devices, got {[device, *others]}")
+        raise ValueError(f"example must be on one device, not on meta, got {[str(each) for each in (device, *others)]}")
     return device
 
 
