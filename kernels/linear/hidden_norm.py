@@ -12,8 +12,8 @@ g = (ls dy) W'' the gradient of h^:
 
 dh omits the mean of g over F, which for a LayerNorm is zero except for rounding errors. The forward stores y' - c.
 `_along_kernel` computes `along` from y' - c and dy. The kernel also sums dy over M for the gradients of beta and bias.
-The "activation_grad" or "gated_grad" matmul then computes g and dh, and stores h^ instead of h. With dz = ls dy and
-n = h^, the formulas of `gradients.py` give the gradients of W, gamma, beta and bias.
+The "activation_grad" or "gated_grad" matmul then computes g and dh, and stores h^ instead of h. For the
+gradients of W, gamma, beta and bias, substitute dz = ls dy and n = h^ in the formulas of `gradients.py`.
 
 Source: differentiation of the formulas above.
 """

@@ -9,8 +9,8 @@
 If a norm of A's rows is folded into B, "residual" uses rstd (acc - mean weight_sum) in place of acc. Norms of q and k
 read unrounded fp32 values. The two channels of a rotary pair are adjacent columns (`folding.py`).
 
-In z, `scale` contains the row scales of e4m3 weights. In "residual", `scale` is LayerScale; with e4m3 weights, it is
-LayerScale times the row scales. `scale` multiplies acc + bias, so the caller divides `bias` by the row scales.
+In z, `scale` contains the row scales of e4m3 weights. In "residual", `scale` is LayerScale. With e4m3 weights, `scale`
+is LayerScale times the row scales. Because `scale` multiplies acc + bias, `bias` is then divided by the row scales.
 
 `where` is (row, column, M, N): start of a sub-tile, and size of A B. SHAPE is (rows, columns, TMA, stored dtype).
 """

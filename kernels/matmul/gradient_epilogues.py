@@ -1,18 +1,18 @@
 """Backward epilogues of `matmul.py`. acc = A B [scale]; mean and rstd belong to the rows of the LayerNorm's input x:
 
     "activation_grad": h = act(z),  dz = acc act'(z),  out = rstd dz
-    "gated_grad":      h = act(g) u (`forward_epilogues.py`); acc is dh [M, N], and z, dz and out are [M, 2 N]
+    "gated_grad":      h = act(g) u (`forward_epilogues.py`); z, dz and out are [M, 2 N]
     "layer_norm_grad": out = [residual +] acc - (x - mean) * coefficient; h, if given, is a copy of out in A's dtype
                        coefficient = rstd^2 / N * sum(dz (z - bias))
 
-"activation_grad" and "gated_grad" also store partial sums: dz (z - bias) per row, and dz and out * mean per column.
-Three cases differ from the formulas:
+In "activation_grad" and "gated_grad", acc is the gradient of h. These epilogues also store partial sums: dz (z - bias)
+per row, and dz and out * mean per column. Three cases differ from the formulas:
 
 - A norm of h follows (`hidden_norm.py`): acc is the gradient of the normalized h^, and `along` is the mean of acc h^
   over a row. |rstd of h| (acc - h^ * along), the gradient of h, replaces acc in the formulas. h^ replaces h.
 - A row of x is constant (rstd < 0, see `layer_norm.py`): "activation_grad" and "gated_grad" use 1 in place of rstd, and
-  "layer_norm_grad" multiplies acc by |rstd|. Otherwise, rstd, about 1 / sqrt(eps), would multiply the rounding errors
-  of the weight gradient, which is a difference of the large numbers out^T x and sum(out * mean).
+  "layer_norm_grad" multiplies acc by |rstd|. The weight gradient is a difference of the large numbers out^T x and
+  sum(out * mean). A factor rstd, about 1 / sqrt(eps), would multiply the rounding errors of both.
 - x is the normalized input n, so there is no mean: "activation_grad" and "gated_grad" use 1 in place of rstd.
   "layer_norm_grad" computes out = [residual +] rstd * acc - n * coefficient; coefficient has rstd in place of rstd^2.
 

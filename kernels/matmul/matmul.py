@@ -1,7 +1,7 @@
 """The matmul kernel: out = epilogue(A B), with the surrounding pointwise operations fused into the epilogue.
 
-The kernel is persistent: a program loops over output tiles, and accumulates each tile in fp32 over K. A and B
-are loaded through TMA descriptors if GPU and layout allow this, else by pointers. B may be [N, K], like the weight of
+The kernel is persistent: a program loops over output tiles, and accumulates each tile in fp32 over K. A and B are
+loaded through TMA descriptors if GPU and layout allow this, else by pointers. B may be [N, K], like the weight of
 torch.nn.Linear. `matmul_launch.py` launches the kernel, and `matmul_policy.py` chooses tile sizes.
 
 `forward_epilogues.py` and `gradient_epilogues.py` contain the formulas of most epilogues. The epilogue "partial" is for

@@ -1,7 +1,7 @@
 """Cached folded weights, which are recomputed in the same memory when the parameters change.
 
 A change is detected if a parameter is replaced or moved, or if its version counter increments. Fused optimizers do not
-increment the counter, so a step of a torch optimizer also counts as a change. See `vit_fast.freeze` for other writes.
+increment the counter, so a step of a torch optimizer also counts as a change. For other writes, see `vit_fast.freeze`.
 """
 
 from __future__ import annotations

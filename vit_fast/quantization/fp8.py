@@ -177,8 +177,8 @@ def _required(
     if kept is None:
         enough = max(reached)
         reason = (
-            f"the top-1 agreement on {len(classes)} images is {reached[enough]:.1%} with {enough} of "
-            f"{len(linears)} linear layers in half precision, and {reached[0]:.1%} with none"
+            f"top-1 agreement on {len(classes)} images must be at least {wanted:g}, got {reached[enough]:.4g} with "
+            f"{enough} of {len(linears)} linear layers in half precision, and {reached[0]:.4g} with none"
         )
         raise UnsupportedInputError(f"fuse with precision='fp8', min_agreement={wanted:g}", [reason])
     return kept, reached[len(kept)]
