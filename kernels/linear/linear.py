@@ -105,8 +105,8 @@ def activation_gradient(
 
     z is the output of fc1, and h = act(z), or act(g) u if gated. Let mean and rstd be the statistics of the rows of x.
 
-    - dz~ has shape and dtype of z. dz~ is rstd dz; for fp32 x and constant rows, dz~ is dz.
-    - row_part, fp32 [M, parts], contains partial sums of dz (z - c) over the columns of z. c: `folding.py`.
+    - dz~, like z, is rstd dz. For fp32 x and constant rows of x, dz~ is dz.
+    - row_part, fp32 [M, parts], contains partial sums of dz (z - c) over the columns of z. `folding.py` defines c.
     - column_part, fp32 [parts of M, 2, columns of z], contains partial sums over M of dz and of dz~ * mean.
 
     `grad` is dy [M, C], the gradient of the MLP's output after LayerScale. `scaled` is diag(LayerScale) W2 [C, F] with

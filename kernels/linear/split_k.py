@@ -3,8 +3,8 @@
     out = [residual +] [scale] (sum over parts + bias), and if a LayerNorm follows, the LayerNorm statistics of out
 
 With small batches, a matmul has too few tiles to fill a GPU. Split-K divides a tile among several programs, which sum
-over parts of K. The kernel of this file adds the parts in order, so results are deterministic. Each of its programs
-computes ROWS rows of a piece of 64 columns (`row_parts.py`).
+over parts of K. The kernel of this file adds the parts in order, so results are deterministic. Each program of
+this kernel computes ROWS rows of a piece of 64 columns (`row_parts.py`).
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class PackedLinear:
         if scale is not None:
             weight = (weight.float() * scale.float()[:, None]).to(weight.dtype)
             bias = None if bias is None else bias.float() * scale.float()
-        # copy the bias, so that an update of the parameter changes neither weight nor bias before packing again
+        # copy the bias, so that an update of the parameter changes no bias before the weight is packed again
         self._bias = None if bias is None else bias.to(weight.dtype, copy=True)
         self._epilogue = _NO_EPILOGUE if by_mkl or activation is None else _EPILOGUES.get(activation, _NO_EPILOGUE)
         in_epilogue = activation is None or self._epilogue is not _NO_EPILOGUE

@@ -134,8 +134,7 @@ class MlpParts(Half):
     inner_norm: NormParts | None = None  # before fc2, as in EVA-02
 
     @property
-    def inner(self) -> tuple[str, float] | None:
-        """Kind and epsilon of the inner norm."""
+    def inner(self) -> tuple[str, float] | None:  # kind and epsilon
         return None if self.inner_norm is None else (self.inner_norm.kind, self.inner_norm.eps)
 
 

@@ -16,8 +16,8 @@ from ..errors import type_name
 Edge = tuple[nn.Module, str, nn.Module]  # parent, name, child
 PLAIN = (nn.Parameter, Tensor, type(None))  # other subclasses may override operators
 _RECORDERS = "transformers.utils.output_capturing"
-# Hooks that record these outputs, given as (key, index), do not prevent fusion: fused modules are still called, and
-# attention returns weights only on request.
+# Hooks that record these outputs, (key, index), do not prevent fusion. Fused modules are still called, and attention
+# returns weights only on request.
 _HARMLESS = (("hidden_states", 0), ("attentions", 1))
 _FORWARDS: dict[type, Any] = {}  # forward of each inspected class, as defined by its library
 

@@ -71,7 +71,7 @@ class Inspector:
         return not self.reasons
 
     def watch_children(self, children: Collection[str]) -> None:
-        """Watches these children of the owner and all their submodules, also those that no reader inspects."""
+        """Watches these children of the owner and all their submodules."""
         for path, module in self.owner.named_modules(remove_duplicate=False):
             parent, _, name = path.rpartition(".")
             if path.partition(".")[0] in children and path not in self.edges:
