@@ -33,7 +33,7 @@ def test_every_reason_is_listed() -> None:
     with pytest.raises(UnsupportedInputError) as caught:
         ops.attention(q, q, q.transpose(2, 3).contiguous().transpose(2, 3), scale=-1.0, backend="triton")
     dtype = "q must be float32, float16 or bfloat16, got torch.float64"
-    for part in (dtype, "v must have stride 1 along D, got 5", "got 8", "got -1.0"):
+    for part in (dtype, "v must have stride 1 along head_dim, got 5", "got 8", "got -1.0"):
         assert part in str(caught.value)
 
 
@@ -44,7 +44,7 @@ def test_every_reason_is_listed() -> None:
         (lambda q, k, v: (q, k.half(), v), "got torch.float16"),
         (lambda q, k, v: (q, k.to("meta"), v), "on meta"),
         (lambda q, k, v: (q[0], k, v), "q must have shape"),
-        (lambda q, k, v: (q[:1], k, v), "B, H and D of q and k must be equal"),
+        (lambda q, k, v: (q[:1], k, v), "must have equal B, H and D"),
         (lambda q, k, v: (q.long(), k.long(), v.long()), "int64"),
         (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), "must have at least one token"),
         (lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]), "head_dim must be between 16 and 128, got 0"),

@@ -223,7 +223,7 @@ BAD_INPUTS: list[tuple[Callable[..., tuple[Any, ...]], str]] = [
     (lambda q, bounds: (q, q, q, bounds.long(), 4), "cu_seqlens must be torch.int32 on .*, got torch.int64"),
     (lambda q, bounds: (q, q, q, bounds.to("meta"), 4), "got torch.int32 on meta"),
     (lambda q, bounds: (q, q, q, bounds[None], 4), r"cu_seqlens must have shape \[S \+ 1\], got \(1, 3\)"),
-    (lambda q, bounds: (q, q, q, bounds, -1), "max_seqlen must be an int of at least 0, got -1"),
+    (lambda q, bounds: (q, q, q, bounds, -1), "max_seqlen must be an integer >= 0, got -1"),
 ]
 BAD_MASKS = [
     (torch.ones(2, 9), "got torch.float32"),

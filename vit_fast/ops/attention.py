@@ -36,18 +36,18 @@ def attention(
     """Computes softmax attention, softmax(scale * q k^T) v, without a causal mask.
 
     Args:
-        q: Queries [B, H, N_q, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa). With triton, D must be
-            between 16 and 128. In q, k and v, the stride of D must then be 1; the other strides are arbitrary.
-        k: Keys [B, H, N_kv, D] on the device of q, with the dtype of q. Autocast allows to mix fp32, fp16 and bf16.
-        v: Values [B, H, N_kv, D], with the same requirements as k.
+        q: Queries [B, H, N_q, D]: batch, heads, tokens, head_dim; fp32, fp16, bf16 or fp64.
+        k: Keys [B, H, N_kv, D] with q's device and dtype. Under autocast, q, k and v may mix fp32, fp16 and bf16.
+        v: Values [B, H, N_kv, D] with k's device and dtype.
         scale: Multiplier of q k^T; None means D**-0.5. triton requires a positive finite number.
-        key_mask: bool [B, N_kv], False for padding. The output of an image is 0 if its mask is all False.
-        backend: "eager", "sdpa", "triton", or "auto" to choose triton or sdpa by device, dtype and precision settings.
+        key_mask: bool [B, N_kv], False for padding. If all keys of a batch element are padding, its output is 0.
+        backend: "eager", "sdpa", "triton", or "auto" to choose triton or sdpa by device, dtype and TF32 setting.
+            triton does not support fp64. It requires D between 16 and 128, and stride 1 along D in q, k and v.
     Returns:
-        [B, H, N_q, D]. The dtype is q.dtype, but the autocast dtype if autocast is enabled and q is not fp64.
+        [B, H, N_q, D] in q.dtype. Under autocast, the dtype is the autocast dtype if q is not fp64.
     Raises:
         ValueError: shapes, dtypes or devices do not match, or the backend is unknown.
-        UnsupportedInputError: the backend cannot run this input; lists all reasons.
+        UnsupportedInputError: triton cannot run this input. The message lists all reasons.
     Source: "Attention Is All You Need", arXiv 1706.03762, equation 1; FlashAttention-2, arXiv 2307.08691.
     """
     check_tensors(q=q, k=k, v=v)
@@ -58,10 +58,10 @@ def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str
     """Computes `attention` from the output of the qkv linear layer, without separate copies of q, k and v.
 
     Args:
-        qkv: Output of the qkv layer as [B, N, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
+        qkv: Output of the qkv layer as [B, N, 3, H, D]. See `attention` for dtypes and D.
         scale, backend: See `attention`, which also lists the errors.
     Returns:
-        [B, N, H, D] in the dtype that `attention` returns. With triton, the output is contiguous.
+        [B, N, H, D] in the dtype that `attention` returns.
     """
     check_tensors(qkv=qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
@@ -82,18 +82,18 @@ def attention_varlen(
     """Computes softmax self-attention within each packed sequence, without a causal mask.
 
     Args:
-        q, k, v: Queries, keys and values [total, H, D]. See `attention` for the dtypes, the strides and D.
-        cu_seqlens: int32 [S + 1] for S sequences, on the device of q. Sequence i consists of tokens cu_seqlens[i] to
-            cu_seqlens[i + 1] - 1. Values must start with 0, never decrease and never exceed `total`. eager and sdpa
-            check this, except during export. triton does not check it, to avoid a synchronization.
-        max_seqlen: Length of the longest sequence, or a larger number. triton uses it only to select tile sizes.
+        q, k, v: Queries, keys and values [total, H, D] of all sequences. See `attention` for dtypes, strides and D.
+        cu_seqlens: int32 [S + 1] for S sequences, on q's device. Sequence i consists of tokens cu_seqlens[i] to
+            cu_seqlens[i + 1] - 1. The values must start with 0, never decrease, and end with at most `total`.
+            triton does not check the values, because reading them would synchronize with the GPU.
+        max_seqlen: Length of the longest sequence, or a larger number.
         scale, backend: See `attention`.
     Returns:
         [total, H, D] in the dtype that `attention` returns. The output of tokens after the last sequence is 0.
     Raises:
-        ValueError: shapes, dtypes or devices do not match, the backend is unknown, or a check of values fails.
-        UnsupportedInputError: the backend cannot run this input; lists all reasons.
-    Source: the conventions of flash_attn_varlen_func, github.com/Dao-AILab/flash-attention.
+        ValueError: shapes, dtypes or devices do not match, or cu_seqlens, max_seqlen or backend is invalid.
+        UnsupportedInputError: triton cannot run this input. The message lists all reasons.
+    Source: flash_attn_varlen_func in github.com/Dao-AILab/flash-attention.
     """
     check_tensors(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     return _attend([q, k, v], Keys(cu_seqlens, max_seqlen), scale, backend)
@@ -105,10 +105,10 @@ def attention_varlen_qkvpacked(
     """Computes `attention_varlen` from the output of the qkv linear layer, without separate copies of q, k and v.
 
     Args:
-        qkv: Output of the qkv layer as [total, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
+        qkv: Output of the qkv layer as [total, 3, H, D]. See `attention` for dtypes and D.
         cu_seqlens, max_seqlen, scale, backend: See `attention_varlen`, which also lists the errors.
     Returns:
-        A contiguous tensor [total, H, D] in the dtype that `attention` returns.
+        [total, H, D] in the dtype that `attention` returns.
     """
     check_tensors(qkv=qkv, cu_seqlens=cu_seqlens)
     if qkv.dim() != 4 or qkv.shape[1] != 3:
@@ -117,12 +117,12 @@ def attention_varlen_qkvpacked(
 
 
 def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Computes attention of qkv: [B, N, 3, H, D], or packed sequences [total, 3, H, D] or [1, total, 3, H, D]."""
+    """Computes attention of qkv [B, N, 3, H, D], or of packed sequences [total, 3, H, D] or [1, total, 3, H, D]."""
     return _attend([qkv], keys, scale, backend)
 
 
 def _attend(qkv: Sequence[Tensor], keys: Keys | None, scale: float | None, backend: str) -> Tensor:
-    """Checks the tensors and computes attention. `attention_forward` describes the layouts of `qkv` and output."""
+    """Checks the tensors and computes attention. See `attention_forward` for the layouts of `qkv` and the output."""
     first = qkv[0]
     cu_seqlens, max_seqlen, key_mask = keys or (None, 0, None)
     backend = resolve_backend(backend, first.device, first.dtype)
@@ -167,14 +167,13 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Drop-in replacement for torch.nn.functional.scaled_dot_product_attention, with the same signature.
 
-    On supported GPUs, a Triton kernel computes attention without a mask, or with a boolean mask whose dimensions N_q
-    and H have size 1 or stride 0. The values of the mask are not inspected, so the call does not wait for the GPU.
-    All other calls run torch's function: e.g. with dropout, a causal mask or grouped-query attention, inside torch.func
-    transforms, in fp32 with TF32 and autocast disabled, or if torch.backends.cuda enables only the MATH backend.
+    On supported GPUs, a Triton kernel runs calls without a mask or with a padding mask. A padding mask is boolean and
+    expanded over heads and queries: the dimensions H and N_q of attn_mask [B, H, N_q, N_kv] have size 1 or stride 0.
+    All other calls run torch's function, e.g. calls with dropout, a causal mask or grouped-query attention.
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-    # torch's function runs nested tensors, subclasses such as DTensor, and torch.fx Proxies. Check the tensors first:
-    # under torch.fx, dropout_p is a Proxy too, and comparing it with 0 would raise an error.
+    # Nested tensors, subclasses such as DTensor, and torch.fx Proxies run torch's function. Check the tensors before
+    # dropout_p: under torch.fx, dropout_p is a Proxy too, and comparing a Proxy with 0 would raise an error.
     ordinary = all(type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested for tensor in tensors)
     plain = ordinary and dropout_p == 0.0 and not is_causal and not enable_gqa
     plain = plain and query.dim() == 4 and not in_transform() and not is_exporting() and _fused_sdpa_is_allowed()
@@ -192,7 +191,7 @@ def scaled_dot_product_attention(
 
 
 def _mismatch(qkv: Sequence[Tensor], shape: str) -> str:
-    """Returns an error message if q, k and v do not match each other or the pattern `shape`, else ""."""
+    """Returns an error message if q, k and v do not match or do not have the layout `shape`, else ""."""
     q, k, v = qkv
     for name, tensor in zip("qkv", qkv):
         if tensor.dim() != shape.count(",") + 1:
@@ -200,18 +199,18 @@ def _mismatch(qkv: Sequence[Tensor], shape: str) -> str:
         check_dtype(name, tensor)
         if tensor.dtype != q.dtype or tensor.device != q.device:
             got = f"{tensor.dtype} on {tensor.device}"
-            return f"{name} must have q's dtype and device, {q.dtype} on {q.device}, got {got}"
+            return f"{name} must have the dtype and device of q ({q.dtype} on {q.device}), got {got}"
         if shape == _PACKED and tensor.shape != q.shape:
             return f"{name} must have q's shape {tuple(q.shape)}, got {tuple(tensor.shape)}"
     if k.shape != v.shape:
         return f"k and v must have equal shapes, got {tuple(k.shape)} and {tuple(v.shape)}"
     if (*q.shape[:-2], q.shape[-1]) != (*k.shape[:-2], k.shape[-1]):
-        return f"B, H and D of q and k must be equal, got shapes {tuple(q.shape)} and {tuple(k.shape)}"
+        return f"q and k [B, H, N, D] must have equal B, H and D, got shapes {tuple(q.shape)} and {tuple(k.shape)}"
     return ""
 
 
 def softmax_scale(tensor: Tensor, scale: float | None) -> float:
-    # max avoids 0 ** -0.5. Unlike an `if`, it does not specialize a symbolic head_dim (SymInt).
+    # max avoids 0 ** -0.5. Unlike an `if`, max does not specialize a symbolic head_dim (SymInt).
     return max(tensor.shape[-1], 1) ** -0.5 if scale is None else float(scale)
 
 
@@ -225,9 +224,9 @@ def _by_sequences(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int,
     scale: float | None,
 ) -> Tensor:  # fmt: skip
-    """Calls `attend` once per group of consecutive sequences of equal length, such as windows; returns [total, H, D].
+    """Calls `attend` once per group of consecutive sequences of equal length; returns [total, H, D].
 
-    Reads cu_seqlens, which synchronizes with the device, and raises ValueError for invalid values.
+    Reads cu_seqlens, which synchronizes with the device. Raises ValueError if cu_seqlens or max_seqlen is invalid.
     """
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))  # [total, H, D]
     bounds: list[int] = cu_seqlens.tolist()
@@ -236,7 +235,7 @@ def _by_sequences(
         shown = f"{bounds[:8]}{' ...' if len(bounds) > 8 else ''}"
         raise ValueError(f"cu_seqlens must start with 0, never decrease and end with at most {len(q)}, got {shown}")
     if max(lengths, default=0) > max_seqlen:
-        raise ValueError(f"max_seqlen must be at least {max(lengths)}, the longest length, got {max_seqlen}")
+        raise ValueError(f"max_seqlen must be at least {max(lengths)}, the longest sequence, got {max_seqlen}")
     outputs, start = [], 0
     for length, group in itertools.groupby(lengths):
         end = start + length * len(list(group))
@@ -251,7 +250,7 @@ def _by_sequences(
 
 
 def _with_block_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None) -> Tensor:
-    """Calls SDPA with a block-diagonal mask, for runtimes without variable-length attention; returns [total, H, D]."""
+    """Calls SDPA with a block-diagonal mask, for exported models; returns [total, H, D]."""
     token = torch.arange(q.shape[2], device=q.device)
     sequence = (token[:, None] >= cu_seqlens[None, 1:]).sum(1)  # [total]
     inside = sequence < cu_seqlens.shape[0] - 1
@@ -260,19 +259,19 @@ def _with_block_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
 
 
 def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[str]:
-    """Returns all reasons why the kernel cannot compute attention of q, k, v [B, H, N, D] that match each other."""
+    """Returns the reasons why the kernel cannot run on q, k and v [B, H, N, D] of matching shapes."""
     reasons = kernel_reasons(q.device, q.dtype)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in DTYPES:
             reasons.append(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
         if tensor.stride(-1) != 1:
-            reasons.append(f"{name} must have stride 1 along D, got {tensor.stride(-1)}: call .contiguous()")
+            reasons.append(f"{name} must have stride 1 along head_dim, got {tensor.stride(-1)}: call .contiguous()")
         if tensor.shape[2] == 0:
-            reasons.append(f"{name} must have at least one token, got N = 0")
+            reasons.append(f"{name} must have at least one token, got 0")
     if not MIN_HEAD_DIM <= q.shape[3] <= MAX_HEAD_DIM:
         reasons.append(f"head_dim must be between {MIN_HEAD_DIM} and {MAX_HEAD_DIM}, got {q.shape[3]}")
-    if q.shape[0] * q.shape[1] * -(-max(q.shape[2], k.shape[2]) // _SMALLEST_TILE) > _MAX_GRID:
-        reasons.append(f"B * H * N / {_SMALLEST_TILE} must be at most {_MAX_GRID}: split the batch")
+    if (size := q.shape[0] * q.shape[1] * -(-max(q.shape[2], k.shape[2]) // _SMALLEST_TILE)) > _MAX_GRID:
+        reasons.append(f"batch * heads * tokens / {_SMALLEST_TILE} must be at most {_MAX_GRID}, got {size}")
     if not 0 < scale < math.inf:  # math.isfinite does not accept a symbolic scale
         reasons.append(f"scale must be a positive finite number, got {scale}")
     return reasons
@@ -293,7 +292,7 @@ def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_output(qkv: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates the output, with q's order of dimensions in `qkv`, its view [B, H, N_q, D], and the log-sum-exps."""
+    """Allocates the output in q's layout in `qkv`, its view [B, H, N_q, D], and the log-sum-exp [B, H, N_q]."""
     q = _heads_first(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
     memory = q.new_empty((batch, tokens, heads, head_dim), dtype=dtype)  # flattening [H, D] for proj needs no copy
@@ -307,10 +306,10 @@ def attention_forward(
     qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int, scale: float,
     out_factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns softmax(scale q k^T) v, and the base-2 log-sum-exp of each softmax, fp32 [B, H, N_q].
+    """Returns softmax(scale q k^T) v, and the base-2 log-sum-exp of scale q k^T per query, fp32 [B, H, N_q].
 
-    `qkv` contains q, k, v [B, H, N, D] or, for packed sequences, [total, H, D]; or one tensor as in `attention_among`.
-    Dimensions of the output have q's order in `qkv`. With out_factor, fp32 [1], returns output * out_factor in e4m3.
+    `qkv` contains q, k and v, each [B, H, N, D] or, for packed sequences, [total, H, D]; or only the argument of
+    `attention_among`. The output has q's layout. With out_factor, fp32 [1], the output is output * out_factor in e4m3.
     """
     q, k, v = _heads_first(qkv)
     out, view, lse = _new_output(qkv, None if out_factor is None else E4M3)
@@ -355,7 +354,7 @@ def attention_gradient(
 
 
 def _flop(qkv: Any, cu_seqlens: Any, key_mask: Any, max_seqlen: int, scale: float) -> int:
-    """Returns the FLOPs of both matmuls of the forward. For packed sequences, assumes max_seqlen keys per query."""
+    """Returns the FLOPs of the two matmuls of the forward. For packed sequences, assumes max_seqlen keys per query."""
     if cu_seqlens is None:
         max_seqlen = qkv[0][1] if len(qkv) == 1 else qkv[1][2]
     return 4 * math.prod(qkv[0]) * max_seqlen // (3 if len(qkv) == 1 else 1)

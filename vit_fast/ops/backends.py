@@ -27,7 +27,7 @@ _LONGEST_MESSAGE = 300  # in characters, because compiler output can be pages lo
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | None = None) -> Backend:
-    """Returns `backend`; for "auto", returns triton if `auto_reasons` returns no reason, else sdpa.
+    """Resolves "auto" to triton if `auto_reasons` returns no reason, else to sdpa; returns other backends unchanged.
 
     Args:
         dtype: The dtype of the tensors; None means that only the device is checked.
@@ -41,7 +41,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | Non
 
 
 def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tuple[str, ...]:
-    """Returns the reasons why "auto" does not select triton. For fp32, TF32 or autocast must be enabled."""
+    """Returns the reasons why "auto" does not select triton. fp32 requires that TF32 or autocast is enabled."""
     if device.type != "cuda":  # "auto" never selects Triton's interpreter, and does not import triton for the CPU
         place = "the CPU" if device.type == "cpu" else device.type
         return (f"triton cannot run here: tensors must be on a CUDA device, got {place}",)
@@ -89,15 +89,15 @@ def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
     if reasons or dtype != torch.float32 or interpreter_is_active() or _tf32_is_allowed():
         return reasons
     return [
-        "fp32 matmuls must be allowed to use TF32, got "
-        f"torch.backends.cuda.matmul.fp32_precision={torch.backends.cuda.matmul.fp32_precision!r}: call "
-        "torch.set_float32_matmul_precision('high'), use float16 or bfloat16, or backend='sdpa'"
+        "torch.backends.cuda.matmul.fp32_precision must be 'tf32' for fp32 matmuls, "
+        f"got {torch.backends.cuda.matmul.fp32_precision!r}: call torch.set_float32_matmul_precision('high'), "
+        "use float16 or bfloat16, or backend='sdpa'"
     ]
 
 
 @constant_to_compiler
 def _tf32_is_allowed() -> bool:
-    """Returns True if torch may round operands of fp32 matmuls to TF32; torch.compile recompiles if this changes."""
+    """Returns True if fp32 matmuls may use TF32; torch.compile recompiles if this setting changes."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
@@ -120,7 +120,7 @@ def _static_reasons(device: torch.device) -> tuple[str, ...]:
         from ..kernels.device import stand_in
 
         if not (interpreter_is_active() or stand_in):
-            return ("tensors must be on a CUDA device (TRITON_INTERPRET=1 for tests), got the CPU",)
+            return ("tensors must be on a CUDA device, got the CPU (for tests, set TRITON_INTERPRET=1)",)
     else:
         return (f"tensors must be on a CUDA device, got {device.type}",)
     register_flop_formulas()
@@ -140,19 +140,18 @@ _probe_lock = threading.Lock()
 
 
 def probe_reasons(device: torch.device) -> tuple[str, ...]:
-    """Returns the reasons why kernels cannot run on a device, found by a test kernel; caches them for this process.
+    """Runs a test kernel once per device and process; returns the reason if it failed, else ().
 
-    Device properties are not sufficient: a C compiler may be missing, the driver too old, or the compiled code
-    incorrect.
+    Device properties are not sufficient: a C compiler may be missing, the driver may be too old, or the compiled code
+    may be incorrect.
     """
     if (cached := _probed.get(device)) is not None:
         return cached
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # the graph would contain the kernel
-        return (f"the test kernel must run on {device} before a CUDA graph capture: call the model once first",)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # the graph would contain the test kernel
+        return (f"the test kernel must run on {device} before a CUDA graph capture: first call the model once",)
     with _probe_lock:
         if device not in _probed:
-            # Run in a new thread, because it has none of the caller's thread-local modes: fake tensors, torch.func,
-            # inference mode, a default device, autocast, a tracer.
+            # A new thread has none of the caller's modes, such as fake tensors, torch.func, inference mode or autocast.
             with ThreadPoolExecutor(max_workers=1) as pool:
                 try:
                     _probed[device] = pool.submit(_run_and_compare, device).result()
@@ -161,7 +160,7 @@ def probe_reasons(device: torch.device) -> tuple[str, ...]:
                     if len(message) > _LONGEST_MESSAGE:
                         message = f"{message[: _LONGEST_MESSAGE // 2]} ... {message[-_LONGEST_MESSAGE // 2 :]}"
                     reasons = (f"the test kernel failed on {device}: {type(error).__name__}: {message}",)
-                    if isinstance(error, torch.OutOfMemoryError):  # the kernels may work later: do not cache
+                    if isinstance(error, torch.OutOfMemoryError):  # may work later: do not cache
                         return reasons
                     _probed[device] = reasons
         return _probed[device]
@@ -181,7 +180,7 @@ def _run_and_compare(device: torch.device) -> tuple[str, ...]:
 
 
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:
-    """Compiles the kernels that `call` launches; returns how many, and how many of them were not in Triton's cache."""
+    """Compiles the kernels that `call` launches; returns their number, and the number that Triton had not cached."""
     from ..kernels.precompile import collect, compile_all
 
     with collect() as requests:

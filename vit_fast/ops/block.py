@@ -3,14 +3,11 @@
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-A kernel folds the norms into the weights of qkv and fc1, unless `folded.py` has already done so. For drop path, run
-one half with residual=False, and compute x + drop_path(output).
+The norms are folded into the weights of qkv and fc1: in every call by a kernel, or once by `folded.py`. For drop path,
+run each half with residual=False, and compute x + drop_path(output).
 
-With half-precision x, a block can return LayerNorm statistics of its output, fp32 [M, 2, row_parts(C)], for the next
-block. M is the number of tokens. Statistics are per 64 columns; the next kernel combines them (`kernels/row_parts.py`).
-
-The backward (`block_backward.py`) needs the inputs of norm1 and norm2. fp32 inputs are saved normalized, in the dtype
-of the matmuls, with the reciprocal standard deviation rstd. Half-precision inputs are saved with mean and rstd.
+With half-precision x, a block can return LayerNorm statistics of its output for the next block. `kernels/row_parts.py`
+describes their layout. `saved_names` in `block_backward.py` lists the tensors that the forward saves for the backward.
 """
 
 from __future__ import annotations
@@ -56,22 +53,21 @@ def fused_block(
     keys: Keys | None = None, activation: str = "gelu", inner_norm: tuple[str, float] | None = None,
     residual: bool = True, next_statistics: bool = False, x8: Tensor | None = None, next_factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Runs a block or one of its halves. Can pass LayerNorm statistics and tokens in e4m3 from block to block.
+    """Runs a block or one of its halves: attention or MLP.
 
     Args:
         x: [B, N, C], or [..., C] for the MLP half alone; fp32 (not in FP8), fp16 or bf16.
         statistics: LayerNorm statistics of x from the previous block; None to compute them. Ignored if x is fp32.
         tensors: The parameters, in fp32 or the dtype of the matmuls (`registration.matmul_dtype`). A half whose
-            parameters are None is skipped. For a whole block without gradients, `fold` may have folded them.
+            parameters are None is skipped. For inference of a whole block, `fold` can fold the parameters first.
         eps, norm: Epsilons and kind of norm1 and norm2. inner_norm: Kind and epsilon of a norm before fc2.
-        residual: True adds x to the branch; must be True for a whole block.
+        residual: True adds x to the output of a half; must be True for a whole block.
         next_statistics: True to return LayerNorm statistics of the output, for the next block.
         x8: For FP8: x times qkv_factor in e4m3, from the previous block. Computed if x8 or statistics is None.
         next_factor: The qkv_factor of the next block if its qkv layer reads e4m3, else None.
     Returns:
-        The output, with x's shape; its LayerNorm statistics or None; and the output times next_factor in e4m3 or None.
-        If residual is True, the output is fp32 for fp32 x, and has the dtype of the matmuls for other x; if False, see
-        `_output_dtype`. The statistics are None unless next_statistics and residual are True and x is half precision.
+        The output, with x's shape and the dtype from `_output_dtype`; its LayerNorm statistics or None; and the output
+        times next_factor in e4m3 or None. The statistics require next_statistics, residual and half-precision x.
     Raises:
         ValueError: qk_norm, rope or keys is invalid. UnsupportedInputError: the kernels cannot run this input.
     """
@@ -138,7 +134,7 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
     if t.fc2_weight is not None and s.inner_norm == "none":
         weights["fc2"] = t.fc2_weight
     wide = {name: weight for name, weight in weights.items() if weight.dtype != E4M3}
-    weights |= dict(zip(wide, scaled_weights.in_dtype(s.dtype, *wide.values())))  # in at most one launch
+    weights |= dict(zip(wide, scaled_weights.in_dtype(s.dtype, *wide.values())))  # at most one launch
     y, emitted = tokens, statistics
     y8 = None if x8 is None else as_matrix(x8)
     if step is not None:
@@ -212,14 +208,14 @@ def _mlp(
 
 
 def _output_dtype(stream: torch.dtype, t: BlockTensors, s: BlockSettings) -> torch.dtype:
-    """Returns the dtype of the output.
+    """Returns the dtype of the output. `stream` is the dtype of x after the cast in `fused_block`.
 
-    If x is added, it is the dtype of x (`stream`). Otherwise, it is the dtype of the matmuls, or fp32 if LayerScale is
-    fp32 (after an MLP, only if x is fp32 too).
+    With a residual, the output has x's dtype. Otherwise, the output has the dtype of the matmuls, or fp32 if LayerScale
+    is fp32. In the MLP half, fp32 also requires fp32 x.
     """
     if s.residual:
         return stream
-    if t.fc1_weight is None:  # fp32 if LayerScale is fp32: 1e-6 would be subnormal in fp16
+    if t.fc1_weight is None:  # fp32 for fp32 LayerScale: 1e-6 would be subnormal in fp16
         return s.dtype if t.scale1 is None or t.scale1.dtype != torch.float32 else torch.float32
     return stream if t.scale2 is not None and t.scale2.dtype == stream else s.dtype
 
@@ -247,15 +243,15 @@ def _require_supported(t: BlockTensors, x: Tensor, dtype: torch.dtype) -> None:
         if tensor.device != x.device:
             reasons.append(f"{name} must be on {x.device} like x, got {tensor.device}")
         if tensor.dtype not in dtypes:
-            whose = "like x" if dtype == x.dtype else "of autocast"
-            half = f" or {dtype} {whose}" if dtype.itemsize == 2 else ""
+            whose = "of x" if dtype == x.dtype else "of autocast"
+            half = f" or {dtype} (the dtype {whose})" if dtype.itemsize == 2 else ""
             reasons.append(f"{name} must be torch.float32{half}, got {tensor.dtype}")
     if reasons:
         raise UnsupportedInputError(f"{what} with backend='triton'", reasons)
 
 
 def _folded(t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
-    """Returns the folded layers: qkv, fc1 and, after an inner norm, fc2. Folds them unless `fold` already did."""
+    """Returns the folded layers: qkv, fc1 and, after an inner norm, fc2. Folds them here if `fold` has not."""
     from ..kernels.linear.folding import FoldedLinear, fold_linears
 
     if t.qkv_sum is None:
@@ -273,7 +269,7 @@ def _folded(t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]
 
 
 def _new_names(x: Tensor, s: BlockSettings) -> list[str]:
-    """Returns the names of the saved tensors, but not of half-precision x: an operator must not return its input."""
+    """Returns the names of the saved tensors without half-precision x, because an operator must not return an input."""
     names = block_backward.saved_names(s) if s.saves else []
     return names[1:] if names and x.dtype != torch.float32 else names
 

@@ -1,4 +1,4 @@
-"""`vit_fast::block_backward`, the backward of `vit_fast::block`, and the settings of both operators."""
+"""`vit_fast::block_backward`, the backward of `vit_fast::block`, and the settings of the two operators."""
 
 from __future__ import annotations
 
@@ -84,15 +84,16 @@ def gradient_names(s: BlockSettings) -> list[str]:
 
 
 def saved_names(s: BlockSettings) -> list[str]:
-    """Returns the names of the tensors that the forward saves for the backward.
+    """Returns the names of the tensors that the forward saves for the backward. M is the number of tokens.
 
-    norm1_input, statistics1: The input of norm1, and its mean and rstd, fp32 [2, M]. If x is fp32: the normalized input
-        in the dtype of the matmuls, and only rstd, fp32 [1, M].
-    norm2_input, statistics2: The same for norm2.
+    norm1_input, statistics1: Input of norm1, and its mean and reciprocal standard deviation (rstd), fp32 [2, M]. For
+        fp32 x: the normalized input in the dtype of the matmuls, and only rstd, fp32 [1, M].
+    norm2_input, statistics2: Input of norm2 and its statistics, stored like those of norm1.
     qkv [B, N, 3, H, D], mixed [B, N, H, D], lse [B, H, N]: Input, output and log-sum-exp of the attention.
     before_norm: qkv before the norms of q and k; saved only with qk-norm.
     z: Output of fc1 [M, F]. With a gate, z is [M, 2 F], and columns of the gate and of fc1 alternate.
-    branch, hidden: Saved only with a norm before fc2: y' - c [M, C] of `hidden_norm.py`; mean and rstd, fp32 [2, M].
+    branch, hidden: y' - c [M, C] of `hidden_norm.py`, and mean and rstd of the hidden layer, fp32 [2, M]. Saved only
+        with a norm before fc2.
     """
     names = []
     if _QKV in s.present:
@@ -121,7 +122,7 @@ def normed_linears(t: Any, norm: str, inner_norm: str, rope_head: int = 0) -> di
 
 
 def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Returns gradients of x and parameters. `tensors`: saved tensors (`saved_names`), then inputs of the forward."""
+    """Returns gradients of x and parameters. `tensors` contains the saved tensors, then the forward's tensor list."""
     from ..kernels.layer_norm import NormInput
     from ..kernels.linear import folding, hidden_norm, linear, scaled_weights, weight_matmuls
     from ..kernels.linear.gradients import layer_norm_gradient
@@ -131,7 +132,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     saved = SimpleNamespace(**({"before_norm": None, "hidden": None} | dict(zip(names, tensors))))
     t, qk, *_ = tensors_of(tensors[len(names) :], s)
     linears = {name: layer.contiguous() for name, layer in normed_linears(t, s.norm, s.inner_norm).items()}
-    inner = linears.get("fc2")  # None unless a norm precedes fc2
+    inner = linears.get("fc2")  # None without a norm before fc2
     weights: dict[str, tuple[Tensor, Tensor | None]] = {}
     if t.qkv_weight is not None:
         weights = {"proj": (t.proj_weight.contiguous(), t.scale1), "qkv": (linears["qkv"].weight, None)}
@@ -147,7 +148,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         d_branch = dy
         if inner is None:
             (folded,) = folding.fold_linears([linears["fc1"]], s.dtype)
-        else:  # with an inner norm, `activation_gradient` returns h normalized, but without gamma and beta
+        else:  # `activation_gradient` returns h after the inner norm, but without gamma and beta
             along, sums["fc2"] = hidden_norm.along_rows(dy, saved.branch, t.scale2, inner.weight.shape[1])
             folded, behind = folding.fold_linears([linears["fc1"], inner], s.dtype)
             (scaled["fc2"],) = scaled_weights.scaled_weights([(behind.weight, t.scale2)], s.dtype)
@@ -188,7 +189,7 @@ def _parameter_gradients(
     t: BlockTensors, linears: dict[str, NormedLinear], sums: dict[str, Tensor], parts: dict[str, Tensor],
     pairs: dict[str, tuple[Tensor, Tensor]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns parameter gradients by name, except for qk-norm. `linears` are the linear layers that follow a norm."""
+    """Returns parameter gradients by name, without those of qk-norm. `linears` is the result of `normed_linears`."""
     from ..kernels.linear.weight_gradients import FoldedMatmul, ResidualMatmul, parameter_gradients
 
     matmuls = [FoldedMatmul(parts[name], sums[name], layer) for name, layer in linears.items()]

@@ -12,7 +12,7 @@ from ..errors import check_choice, check_type
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 E4M3 = torch.float8_e4m3fn
-# In the kernels, token indices are 32-bit (offsets are 64-bit), and the last tile may extend past the last token.
+# Kernels number tokens with 32 bits, and the last tile may extend past the last token.
 MAX_TOKENS = 2**31 - 256
 _NORMS = ("layer_norm", "rms_norm")
 
@@ -24,7 +24,7 @@ class Norm(NamedTuple):
         weight: gamma [C]; None means ones.
         bias: beta [C]; None means zeros. Must be None for an RMSNorm.
         eps: Added to the variance (RMSNorm: to the mean of x^2) before the square root.
-        kind: "layer_norm" computes (x - mean) / sqrt(variance + eps), "rms_norm" computes x / sqrt(mean(x^2) + eps).
+        kind: "layer_norm" for (x - mean) / sqrt(variance + eps), "rms_norm" for x / sqrt(mean(x^2) + eps).
     """
 
     weight: Tensor | None = None
@@ -34,10 +34,10 @@ class Norm(NamedTuple):
 
 
 class QkNorm(NamedTuple):
-    """The norms of q and k.
+    """The norms of q and k, which have H heads of D channels.
 
     Attributes:
-        q, k: Norms of equal kind and epsilon. Weight and bias have shape [D] if `over` is "head", [H * D] if "width".
+        q, k: Norms with equal kind and eps. Weights and biases are [D] if `over` is "head", or [H * D] if "width".
         over: "head" normalizes each head, "width" normalizes all heads of a token together.
     """
 
@@ -50,8 +50,8 @@ class Rope(NamedTuple):
     """Rotary embeddings: each pair (a, b) of channels of q and k becomes (a cos - b sin, b cos + a sin).
 
     Attributes:
-        cos, sin: [T, d], [B, T, d] or [B or 1, H or 1, T, d] with T = N - prefix; fp32, fp16 or bf16 (also fp64 with
-            eager and sdpa). d is D/2 (one value per pair, faster) or D (both channels of a pair have equal values).
+        cos, sin: Tables [T, d], [B, T, d] or [B or 1, H or 1, T, d] for the T = N - prefix rotated tokens; fp32, fp16,
+            bf16 or, without triton, fp64. d is D/2 with one value per pair, or D with equal values for a pair.
         prefix: Number of leading tokens that are not rotated (class token, registers).
         layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
     """
@@ -79,10 +79,10 @@ class Keys(NamedTuple):
 class BlockTensors(NamedTuple):
     """The parameters of a block. Absent parameters, and all parameters of an absent half, are None.
 
-    `fold` in `folded.py` folds norm1 into qkv, norm2 and the gate into fc1, and an inner norm into fc2. It sets `*_sum`
-    of these layers, and sets the fields of norms and gate to None. If a layer is in e4m3, its `*_factor` is the
-    reciprocal scale of its input. The scales of the rows of its weight are in `*_row_scale` for qkv and fc1. For proj
-    and fc2, scale1 and scale2 contain the scales times LayerScale, and the biases are divided by the scales.
+    `fold` in `folded.py` folds the norms and the gate into the weights, sets `*_sum`, and sets the fields of norms and
+    gate to None. A layer in e4m3 has the reciprocal scale of its input in `*_factor`, and a scale per weight row. The
+    row scales of qkv and fc1 are in `*_row_scale`. For proj and fc2, LayerScale (scale1, scale2) is multiplied by the
+    row scales, and the bias is divided by the row scales.
     """
 
     norm1_weight: Tensor | None = None  # [C]
@@ -103,7 +103,7 @@ class BlockTensors(NamedTuple):
     gate_bias: Tensor | None = None
     qkv_sum: Tensor | None = None  # row sums of the folded weight, fp32 [3 H D]; for RMSNorm a tensor of shape [0]
     fc1_sum: Tensor | None = None
-    inner_weight: Tensor | None = None  # norm before fc2 [F]
+    inner_weight: Tensor | None = None  # inner norm, which precedes fc2 [F]
     inner_bias: Tensor | None = None
     fc2_sum: Tensor | None = None
     qkv_factor: Tensor | None = None  # fp32 [C], like fc1_factor; proj_factor and fc2_factor are [1]
@@ -119,7 +119,7 @@ class BlockTensors(NamedTuple):
 
 
 class BlockScales(NamedTuple):
-    """fp32 scales that divide the inputs of linear layers before rounding to e4m3. None: the layer is not rounded."""
+    """fp32 scales that divide the inputs of linear layers before rounding to e4m3. None means no rounding."""
 
     qkv: Tensor | None = None  # [C], one scale per channel of the residual stream
     proj: Tensor | None = None  # []
@@ -134,9 +134,9 @@ def interleave(rope: Rope, head_dim: int) -> Rope:
 
 
 def is_padding(mask: Any) -> bool:
-    """True for a boolean mask [B, H, N_q, N_kv] if size 1 or stride 0 shows that it is equal for all heads and queries.
+    """True for a boolean mask [B, H, N_q, N_kv] whose dimensions H and N_q have size 1 or stride 0.
 
-    Does not read the values, because that would synchronize with the device.
+    Does not read the values of the mask, because reading them would synchronize with the device.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
         return False
@@ -144,7 +144,7 @@ def is_padding(mask: Any) -> bool:
 
 
 def key_mask_of(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
-    """Converts a padding mask of scaled_dot_product_attention to bool [B, N_kv]; returns None for other masks."""
+    """Converts a padding mask of scaled_dot_product_attention to bool [B, N_kv]; returns None for any other mask."""
     shape = (*query.shape[:3], key.shape[2])
     sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     fits = attn_mask.dim() > 1 and len(sizes) == 4 and all(size in (1, whole) for size, whole in zip(sizes, shape))
@@ -176,7 +176,7 @@ def check_dtype(name: str, tensor: Tensor) -> None:
 
 
 def check_keys(keys: Keys, batch: int, tokens: int, device: torch.device) -> None:
-    """Raises ValueError unless keys match [batch, tokens]. Does not read values, which would synchronize the device."""
+    """Raises ValueError if `keys` does not fit [batch, tokens]. Reads no tensor values, to avoid a synchronization."""
     cu_seqlens, max_seqlen, mask = keys
     if mask is not None and (mask.dtype != torch.bool or mask.device != device or mask.shape != (batch, tokens)):
         raise ValueError(
@@ -191,7 +191,7 @@ def check_keys(keys: Keys, batch: int, tokens: int, device: torch.device) -> Non
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
             raise ValueError(f"cu_seqlens must have shape [S + 1], got {tuple(cu_seqlens.shape)}")
         if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | torch.SymInt) or max_seqlen < 0:
-            raise ValueError(f"max_seqlen must be an int of at least 0, got {max_seqlen!r}")
+            raise ValueError(f"max_seqlen must be an integer >= 0, got {max_seqlen!r}")
 
 
 def check_norm(name: str, norm: Norm, width: int) -> None:
@@ -215,7 +215,7 @@ def check_qk_norm(qk_norm: QkNorm, heads: int, head_dim: int) -> None:
         )
     for part in ("weight", "bias"):
         if (getattr(q, part) is None) != (getattr(k, part) is None):
-            raise ValueError(f"qk_norm.q and qk_norm.k must either both have a {part} or both have none")
+            raise ValueError(f"qk_norm.q.{part} and qk_norm.k.{part} must both be tensors or both be None")
 
 
 def checked_rope(rope: Rope, shape: Sequence[int], is_folded: bool = False) -> Rope:

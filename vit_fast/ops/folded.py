@@ -1,14 +1,13 @@
 """Folds the norms of a block into the weights for inference, and optionally rounds the weights to e4m3 (FP8).
 
-In FP8, proj and fc2 write the residual stream x, x8 = x / s in e4m3 with scales s from `vit_fast.calibrate`, and the
-LayerNorm statistics of x. Let W and b be the parameters of qkv or fc1, and gamma and beta those of the norm before it.
-From W, gamma and s, `reference.fp8_weight` computes a scale per row of W, `rows`, and W8 = W gamma s / rows in e4m3.
-qkv and fc1 then compute
+In FP8, qkv and fc1 read x8 = x / s in e4m3. Here x is the residual stream with LayerNorm statistics mean and rstd, and
+s are the scales from `vit_fast.calibrate`, one per channel. Let W and b be weight and bias of qkv or fc1, and gamma and
+beta the parameters of the norm before the layer. `reference.fp8_weight` computes W8 = W gamma s / rows in e4m3, where
+`rows` contains one scale per row of W. The layer computes
 
     z = rstd (rows (x8 W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(rows W8 / s),  shift = W beta + b
 
-So the mean is multiplied by the same rounded weight as x. A layer without s stays in half precision. The reference is
-`reference.fp8_block`.
+A layer without s stays in half precision. The reference is `reference.fp8_block`.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ def fold(
 ) -> BlockTensors:  # fmt: skip
     """Folds the norms of a block into the weights of qkv, fc1 and, after an inner norm, fc2.
 
-    The folded weights are not updated when the parameters change, and have no gradients. If rope_head is head_dim D
-    instead of 0, channels j and j + D/2 of q and k become adjacent. In this case, pass the result of `interleave` to
-    `fused_block`. The weights of layers with a scale in `scales` are rounded to e4m3, all other weights to `dtype`.
+    The folded weights have no gradients, and are not updated when the parameters change. A weight is in e4m3 if its
+    layer has a scale, else in `dtype`. If rope_head is head_dim D instead of 0, channels j and j + D/2 of q and k
+    become adjacent: then pass the result of `interleave` to `fused_block`.
 
     Raises:
         ValueError: a scale or its reciprocal is not positive and finite.
@@ -93,14 +92,14 @@ def _check_fp8(tensors: BlockTensors, scales: BlockScales, dtype: torch.dtype) -
         if width % _DIVISOR:
             reasons.append(
                 f"the input width of {name} must be a multiple of {_DIVISOR} in FP8, got {width} "
-                "(to keep it in half precision, use keep of vit_fast.fuse)"
+                f"(to run {name} in half precision, pass keep to vit_fast.fuse)"
             )
     if reasons:
         raise UnsupportedInputError("a block in FP8", reasons)
 
 
 def _rounded(linear: NormedLinear, scale: Tensor) -> dict[str, Any]:
-    """Rounds the weight of a linear layer after a norm to e4m3. `kernels/linear/folding.py` defines the row order."""
+    """Rounds the weight of a layer after a norm to e4m3, with the row order of `kernels/linear/folding.py`."""
     weight = linear.weight
     if linear.gate is not None:
         weight = torch.stack((linear.gate, weight), 1).flatten(0, 1)

@@ -34,34 +34,34 @@ def layer_norm_mlp(
     inner_norm: Norm | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Computes the second half of a pre-norm block: [x +] layer_scale * (act(LN(x) W1^T + b1) W2^T + b2).
+    """Computes the MLP half of a pre-norm block: [x +] layer_scale * fc2(act(fc1(norm(x)))).
 
-    With a gate (SwiGLU, GEGLU), act(LN(x) Wg^T + bg) * (LN(x) W1^T + b1) replaces act(LN(x) W1^T + b1).
+    With a gate (SwiGLU, GEGLU), act(gate(norm(x))) * fc1(norm(x)) replaces act(fc1(norm(x))).
 
     Args:
-        x: Tokens [..., C]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
+        x: Tokens [..., C]; fp32, fp16, bf16 or, without triton, fp64.
         norm_weight: gamma [C] of the norm; None means ones.
         norm_bias: beta [C] of the norm; None means zeros. Must be None for an RMSNorm.
-        fc1_weight: Weight [F, C] of the first linear layer, which is the up projection in a gated MLP.
+        fc1_weight: Weight [F, C] of the first linear layer (with a gate: the up projection).
         fc1_bias: Bias [F] of the first linear layer; None means zeros.
         fc2_weight: Weight [C, F] of the second linear layer.
         fc2_bias: Bias [C] of the second linear layer; None means zeros.
         eps: Added to the variance (RMSNorm: to the mean of x^2) before the square root.
         activation: "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
-        layer_scale: Multiplier [C] of the branch, per channel; None means ones.
-        residual: True adds x to the branch.
+        layer_scale: Multiplier [C] per channel; None means ones.
+        residual: True adds x to the result.
         norm: "layer_norm", or "rms_norm": x / sqrt(mean(x^2) + eps).
         gate_weight: Weight [F, C] of the gate; None for no gate. If one weight contains gate and fc1, split it.
-        gate_bias: Bias [F] of the gate. With a gate, pass either both gate_bias and fc1_bias or neither.
+        gate_bias: Bias [F] of the gate; None if fc1_bias is None.
         inner_norm: Norm of the hidden activations [..., F] (after gating) before fc2, as in EVA-02; None for no norm.
         backend: See `attention`. eager and sdpa are identical here. triton accumulates in fp32 and also supports fp32
             parameters with fp16 or bf16 x.
     Returns:
-        [..., C]. With eager and sdpa, torch's type promotion determines the dtype. triton returns x.dtype, but under
-        autocast, fp32 if x is fp32 and either residual is True or layer_scale is fp32; otherwise the autocast dtype.
+        [..., C] in x.dtype. Under autocast, the output is fp32 for fp32 x with residual=True. Otherwise, the output
+        usually has the autocast dtype.
     Raises:
         ValueError: shapes do not match, or the activation, norm or backend is unknown.
-        UnsupportedInputError: the backend cannot run this input; lists all reasons.
+        UnsupportedInputError: triton cannot run this input. The message lists all reasons.
     Source: section 3.1 of arXiv 2010.11929. `kernels/linear/folding.py` derives the folding of LayerNorm into fc1.
     """
     check_tensors(x=x, fc1_weight=fc1_weight, fc2_weight=fc2_weight)

@@ -80,7 +80,7 @@ E4M3_MAX = 448.0
 def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     """Rounds x / scale to the nearest e4m3 number (ties to even), returned as fp64; clamps to +-448 and preserves NaN.
 
-    Numbers from 2^e to 2^(e + 1) with e >= -6 have a spacing of 2^(e - 3). Below 2^-6, the spacing is 2^-9.
+    From 2^e to 2^(e + 1) with e >= -6, e4m3 numbers have a spacing of 2^(e - 3). Below 2^-6, the spacing is 2^-9.
     Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
     """
     value = (x.double() / scale.double()).clamp(-E4M3_MAX, E4M3_MAX)
@@ -92,11 +92,10 @@ def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
 def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantizes a weight [F, K] to e4m3; returns the values as fp64 [F, K], and one scale per row, fp32 [F].
 
-    The weight is first multiplied by gamma [K] of the norm before the layer, and by `scale` ([K] or []), which divides
-    the layer's input. Unlike the fold in `kernels/linear/folding.py`, this does not subtract the mean of each row.
-    Large ViTs multiply very large channels by small weights, and subtracting the mean would enlarge these weights and
-    their rounding errors. If a row's scale is below 2^-100, the row becomes 0 with scale 1: the kernels divide the bias
-    by the scale.
+    The weight is first multiplied by norm_weight [K], which is gamma of the norm before the layer, and by `scale` ([K]
+    or []), which divides the layer's input. `kernels/linear/folding.py` subtracts the mean of each row, but this
+    function does not: large ViTs multiply very large channels by small weights, whose rounding errors would increase.
+    A row with a scale below 2^-100 becomes 0 with scale 1, because the kernels divide the bias by the scale.
     """
     folded = weight.double() if norm_weight is None else weight.double() * norm_weight.double()
     folded = folded * scale.double()
@@ -108,10 +107,10 @@ def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None)
 def fp8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, norm: Norm | None = None
 ) -> Tensor:
-    """Computes a linear layer, optionally with a norm before it, in x.dtype; rounds input and weight to e4m3.
+    """Computes a linear layer, optionally after a norm, in x.dtype; rounds input and weight to e4m3.
 
-    `scale` ([K] or []) divides x before rounding. If it is None, nothing is rounded. Otherwise, the norm is applied to
-    the rounded input, but with the statistics of x, and LayerNorm normalizes a constant token to norm.bias.
+    `scale` ([K] or []) divides x before rounding. If `scale` is None, nothing is rounded. Otherwise, the norm reads the
+    rounded input, but mean and variance are those of the unrounded x. The LayerNorm of a constant token is norm.bias.
     """
     dtype = x.dtype
     bias = None if bias is None else bias.to(dtype)
@@ -140,7 +139,7 @@ def fp8_block(
 ) -> Tensor:  # fmt: skip
     """Computes `fused_block` in FP8 from the unquantized parameters `tensors`. With fp64 x, this is the reference.
 
-    `linear` is called for qkv, proj, fc1, the gate if there is one, and fc2, in this order.
+    `linear` is called for qkv, proj, fc1, the gate (if any) and fc2, in this order.
     """
     t = tensors
     first = Norm(t.norm1_weight, t.norm1_bias, eps[0], norm)

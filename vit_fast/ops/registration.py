@@ -1,8 +1,8 @@
 """Registers operators with torch: schema, implementation, fake kernel, FLOP formula and, for a forward, the backward.
 
-`torch.library.custom_op` needs more host time per call. Here, a call reaches the implementation directly unless a mode
-or a tensor subclass intercepts it. The implementation runs through a launch plan (`kernels/plan.py`): later calls with
-the same signature usually replay the recorded launches.
+Calls need less host time than with `torch.library.custom_op`, because `dispatch` usually calls the implementation
+directly. The implementation runs through a launch plan (`kernels/plan.py`): later calls with the same signature usually
+replay the recorded launches.
 
 `text_of` encodes constants as one string. Numbers that torch.compile may make SymInts must be separate arguments.
 """
@@ -29,7 +29,7 @@ from ..errors import UnsupportedInputError
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 CACHED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Maps the address of the first tensor of each `Frozen` (cached weights, `blocks/frozen.py`) to the `Frozen`.
-The key of a `Frozen` without tensors (its subclass `Packed`) is the id of the `Frozen`."""
+The key of a `Frozen` without tensors is the id of the `Frozen`."""
 _LIBRARY = torch_library.Library("vit_fast", "FRAGMENT")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -49,17 +49,17 @@ def operator(
     """Registers a function as the operator vit_fast::name for every device; returns a function that calls the operator.
 
     Args:
-        schema: Arguments and outputs in torch's notation. It may contain at most one list of tensors as an argument.
-        function: The implementation. It must not change its arguments, and no output may share memory with an argument.
+        schema: Arguments and outputs in torch's notation, with at most one list of tensors as an argument.
+        function: The implementation. Must not change its arguments; no output may share memory with an argument.
         what: Name of the operator in error messages.
         fake: Returns empty outputs with the shapes, strides and dtypes of the real outputs.
-        flop: Returns the number of FLOPs. It receives the arguments, with shapes in place of tensors.
-        save: Maps the list of arguments and the outputs to the tensors and the other values that `backward` needs.
-        backward: Maps the gradient of the first output, and both results of `save`, to a flat sequence of gradients of
-            the leading arguments. Only the first output is differentiable. None is for backward operators:
-            differentiating them raises an error.
-        cached: Position of a weight in the flattened arguments. If its address is a key of `CACHED`, every call checks
-            if the parameters changed, and updates the cached weights if they did, also in a compiled graph.
+        flop: Returns the number of FLOPs from the arguments, with shapes in place of tensors.
+        save: Maps the list of arguments and the outputs to a pair: tensors and other values that `backward` needs.
+        backward: Maps the gradient of the first output, and the pair from `save`, to a flat sequence of gradients of
+            the leading arguments. Only the first output is differentiable. If backward is None, differentiating the
+            operator raises an error.
+        cached: Position of a weight in the flattened arguments. If the weight's address is a key of `CACHED`, every
+            call (also in a compiled graph) first updates the cached weights if the parameters changed.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     registered = getattr(torch.ops.vit_fast, name).default
@@ -163,7 +163,7 @@ def register_flop_formulas() -> None:
 
 
 def in_transform() -> bool:
-    """True inside torch.func transforms (grad, vjp, jvp, vmap) or forward-mode AD; torch.compile guards on both."""
+    """True inside torch.func transforms (grad, vjp, jvp, vmap) or forward-mode AD; torch.compile guards on them."""
     return forward_ad._current_level >= 0 or _in_torch_func()
 
 

@@ -1,10 +1,10 @@
 """qk-norm and rotary embeddings, between the qkv matmul and attention.
 
 Operators: `vit_fast::qk_norm_rope` and its backward. In a block, `qkv_step` selects a kernel for norms and rotation:
-- The epilogue of the qkv matmul runs them if possible. For rotation, all heads must share the tables, and the channels
-  of a pair must be adjacent in the folded weight. For norms, `over` must be "head", the dtype half precision (not FP8)
-  and head_dim 64 or 128, and no backward may follow.
-- Otherwise, a separate kernel runs them, in place unless the backward needs the input of the norms.
+- The epilogue of the qkv matmul runs norms and rotation if possible. For rotation, all heads must share the tables, and
+  the channels of a pair must be adjacent in the folded weight. For norms, `over` must be "head", the dtype half
+  precision (not FP8) and head_dim 64 or 128, and no backward may follow.
+- Otherwise, a separate kernel runs both steps. In training with qk-norm, this kernel saves its input.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..kernels.rotary import QkvSettings
 
 _WHAT = "qk_norm_rope"
+_ARGUMENTS = ("qk_norm.q.weight", "qk_norm.q.bias", "qk_norm.k.weight", "qk_norm.k.bias", "rope.cos", "rope.sin")
 
 
 class QkTensors(NamedTuple):
@@ -57,8 +58,8 @@ def qk_norm_rope(
     """Normalizes q and k, then rotates them; copies v.
 
     Args:
-        qkv: Output of the qkv layer [B, N, 3, H, D], or [total, 3, H, D] for packed sequences; fp32, fp16 or bf16
-            (also fp64 with eager and sdpa).
+        qkv: Output of the qkv layer [B, N, 3, H, D], or [total, 3, H, D] for packed sequences; fp32, fp16, bf16 or,
+            without triton, fp64.
         qk_norm: Norms of q and k; None means no norm.
         rope: Rotary embeddings; None means no rotation.
         backend: See `attention`. eager and sdpa are identical here.
@@ -66,8 +67,8 @@ def qk_norm_rope(
         A new tensor with the shape and dtype of qkv.
     Raises:
         ValueError: shapes do not match, or qk_norm, rope or the backend is invalid.
-        UnsupportedInputError: the backend cannot run this input; lists all reasons.
-    Source: arXiv 2104.09864 (rotary embeddings), 2302.05442 (qk-norm).
+        UnsupportedInputError: triton cannot run this input. The message lists all reasons.
+    Source: rotary embeddings: arXiv 2104.09864; qk-norm: arXiv 2302.05442.
     """
     check_tensors(qkv=qkv)
     if qkv.dim() not in (4, 5) or qkv.shape[-3] != 3:
@@ -87,7 +88,7 @@ def qk_norm_rope(
 
 
 def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tuple[QkTensors, QkSettings, int]:
-    """Returns qk-norm and rotation as operator arguments, and the number of tokens that are not rotated."""
+    """Returns qk-norm and rotation as operator arguments, and the number of leading tokens that are not rotated."""
     cos, sin, prefix, layout = rope or (None, None, 0, "half")
     tensors, settings = QkTensors(cos=cos, sin=sin), QkSettings(layout=layout)
     if qk_norm is not None:
@@ -95,13 +96,13 @@ def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) 
         tensors = QkTensors(q.weight, q.bias, k.weight, k.bias, cos, sin)
         settings = QkSettings(q.kind, q.eps, over, layout)
     reasons = []
-    for name, tensor in zip(("", "", "", "", "rope.cos", "rope.sin"), tensors):
+    for name, tensor in zip(_ARGUMENTS, tensors):
         if tensor is None:
             continue
         if tensor.device != like.device:  # check here, before torch dispatches to one of the devices
-            reasons.append(f"tables and norms must be on {like.device} like qkv, got {tensor.device}")
-        if name and tensor.requires_grad and torch.is_grad_enabled():
-            reasons.append(f"{name} must not require a gradient: detach the tables")
+            reasons.append(f"{name} must be on the input's device {like.device}, got {tensor.device}")
+        if name.startswith("rope") and tensor.requires_grad and torch.is_grad_enabled():
+            reasons.append(f"{name} must not require a gradient: call .detach()")
     if reasons:
         raise UnsupportedInputError(f"{_WHAT} with backend='triton'", reasons)
     return tensors, settings, prefix
@@ -110,9 +111,9 @@ def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) 
 def _kernel_settings(
     what: str, head_dim: int, tensors: QkTensors, settings: QkSettings, prefix: int, reasons: Sequence[str] = ()
 ) -> QkvSettings:
-    """Converts operator arguments; raises UnsupportedInputError if there are `reasons` or this function finds some."""
+    """Converts operator arguments. Raises UnsupportedInputError for the given reasons and those found here."""
     reasons = [*reasons, *([f"head_dim must be even, got {head_dim}"] if head_dim % 2 else [])]
-    for name, tensor in zip(QkTensors._fields, tensors[:6]):
+    for name, tensor in zip(_ARGUMENTS, tensors):
         if tensor is not None and tensor.dtype not in DTYPES:
             reasons.append(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
     if reasons:
@@ -144,7 +145,7 @@ def _forward(qkv: Tensor, tensors: Sequence[Tensor | None], prefix: int, *settin
 def _backward(
     grad_output: Tensor, qkv: Tensor | None, tensors: Sequence[Tensor | None], prefix: int, *settings: Any
 ) -> list[Tensor]:
-    """Returns the gradients of qkv and of the norms' parameters. The argument `qkv` is None without norms."""
+    """Returns the gradients of qkv and of the norms' parameters. `qkv` is None without norms."""
     from ..kernels import rotary
 
     qk = QkTensors(*tensors)
@@ -189,14 +190,14 @@ _backward_kernel = operator(
 class QkvStep(NamedTuple):
     """Norms and rotation of q and k in one block."""
 
-    settings: QkvSettings | None  # None: neither norms nor rotation
-    head_step: HeadStep | None  # for the epilogue of the qkv matmul; None if it runs neither norms nor rotation
+    settings: QkvSettings | None  # None without norms and rotation
+    head_step: HeadStep | None  # for the epilogue of the qkv matmul; None if a separate kernel runs norms and rotation
     rope_head: int  # head_dim if the matmul rotates layout "half", else 0; see `kernels/linear/folding.py`
 
     def forward(self, packed: Tensor, saves: bool) -> tuple[Tensor, Tensor | None]:
-        """Applies norms and rotation to `packed`, which is qkv [B, N, 3, H, D], unless the matmul already did.
+        """Applies norms and rotation to `packed`, the output [B, N, 3, H, D] of the qkv matmul, if the matmul has not.
 
-        Returns qkv for attention, and the input of the norms if the backward needs it, else None. May change `packed`.
+        Returns qkv for attention, and the input of the norms if saved for the backward, else None. May change `packed`.
         """
         from ..kernels import rotary
 
@@ -208,9 +209,9 @@ class QkvStep(NamedTuple):
         return packed, None
 
     def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor | None:
-        """Converts `grad`, the gradient of the input of attention, in place to the gradient of the qkv matmul's output.
+        """Converts `grad` in place from the gradient of attention's input to the gradient of the qkv matmul's output.
 
-        `grad` then has the channel order of the unfolded qkv weight. Returns `sums` for `norm_gradients`.
+        The result has the channel order of the unfolded qkv weight. Returns `sums` for `norm_gradients`.
         """
         from ..kernels import rotary
 
@@ -231,8 +232,8 @@ def qkv_step(
 ) -> QkvStep:  # fmt: skip
     """Builds a `QkvStep` for images of `tokens` tokens from the results of `operator_arguments`.
 
-    If `is_folded` and the layout is "half", the channels of a pair are not adjacent in the folded weight, so the matmul
-    does not rotate. norm_dtype is the matmul's dtype, or None for norms in a separate kernel: in training and FP8.
+    `is_folded` is True if `fold` folded the qkv weight. Then, with layout "half", the channels of a pair are not
+    adjacent, and the matmul does not rotate. norm_dtype is the matmul's dtype, or None in training and FP8.
     """
     from ..kernels.matmul.matmul_launch import HeadStep
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
