@@ -247,7 +247,7 @@ def test_errors_name_every_reason(block: Any) -> None:
         (lambda: folded(torch.float32), r"dtype must be float16 or bfloat16, got torch\.float32"),
         (
             lambda: folded(tensors={"fc2_weight": case.t.fc2_weight[:, :30]}),
-            r"of fc2 must be a multiple of 16 .*, got 30 \(to keep it",
+            r"of fc2 must be a multiple of 16 .*, got 30 \(to run fc2",
         ),
         (lambda: with_fp32(False), r"x must be float16 or bfloat16, got torch\.float32"),
         (lambda: with_fp32(True), r"x must be float16 or bfloat16, got torch\.float32"),

@@ -65,7 +65,7 @@ def test_attention_maps():
     model = make(depth=3)
     maps = model.attention_maps(images(), blocks=[0, -1])
     assert sorted(maps) == [0, 2] and sorted(model.attention_maps(images())) == [0, 1, 2]
-    with pytest.raises(ValueError, match=r"blocks must be between -3 and 2, got 3"):
+    with pytest.raises(ValueError, match=r"indices in blocks must be between -3 and 2, got 3"):
         model.attention_maps(images(), blocks=[3])
     model.blocks[1] = nn.Sequential(model.blocks[1])
     with pytest.raises(ValueError, match=r"blocks\.1 must be a vit_fast\.model\.Block, got Sequential"):

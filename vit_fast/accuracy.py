@@ -2,11 +2,12 @@
 
     error(result) <= factor x error(eager in the same dtype) + one rounding error of the output
 
-An error is the difference from eager PyTorch in fp64 on the same inputs. The factor is 2, and 3 for gradients. Kernel
-tests, `vit-fast verify`, `vit-fast bench`, `make gpu-check` and the probe of `backend="auto"` use this rule.
+An error is the largest or root-mean-square difference from eager PyTorch in fp64 on the same inputs. The factor is 2,
+and 3 for gradients. Kernel tests, `vit-fast verify`, `vit-fast bench`, `make gpu-check` and the test kernel of
+`backend="auto"` use this rule.
 
-The largest error has an additional tolerance, NOISE: in fp32, terms of order one that cancel leave an error of this
-size, while eager may be exact by chance. The root mean square needs none, and works for outputs of any scale.
+For the largest difference, NOISE is added to the allowed error. In fp32, terms of order one that cancel leave an error
+of this size, while eager may be exact by chance.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 FORWARD_FACTOR, GRADIENT_FACTOR = 2, 3
 NOISE = 2e-6
-# With fewer elements, all errors of eager may be far below one rounding error by chance.
+# With fewer elements, the error of eager may be far below one rounding error by chance.
 FEW = 8
 
 Measure = Literal["largest", "rms"]
@@ -44,7 +45,7 @@ class Accuracy:
 def judge(
     result: Tensor, eager: Tensor, exact: Tensor, factor: float = FORWARD_FACTOR, measure: Measure = "largest"
 ) -> Accuracy:
-    """Applies the accuracy rule to a result; `eager` is torch's output in its dtype, `exact` the fp64 reference."""
+    """Applies the accuracy rule to a result. `eager` and `exact` are torch's outputs in result.dtype and in fp64."""
     if not result.shape == eager.shape == exact.shape:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (result, eager, exact))
         raise ValueError(f"result, eager and exact must have equal shapes, got {shapes}")
@@ -55,7 +56,7 @@ def judge(
 def allowed_error(
     eager_error: float, exact: Tensor, dtype: torch.dtype, factor: float = FORWARD_FACTOR, measure: Measure = "largest"
 ) -> float:
-    """Returns the largest error that passes, given eager's error in `dtype` and the exact output; see judge."""
+    """Returns the largest error that passes, given eager's error in `dtype` and the fp64 output `exact`."""
     rounding = torch.finfo(dtype).eps / 2 * size_of(exact, measure)
     if exact.numel() < FEW:
         eager_error = max(eager_error, 2 * rounding)
@@ -63,7 +64,7 @@ def allowed_error(
 
 
 def error_of(result: Tensor, exact: Tensor, measure: Measure = "largest") -> float:
-    """Returns the largest or rms difference from the exact output; infinite if the result contains NaN or infinity."""
+    """Returns the largest or rms difference from `exact`; infinite if the difference contains NaN or infinity."""
     difference = result.detach().double().cpu() - exact.detach().double().cpu()
     return size_of(difference, measure) if bool(difference.isfinite().all()) else float("inf")
 

@@ -1,4 +1,4 @@
-"""Configuration of a Vision Transformer (ViTConfig) and its preprocessing (DataConfig). Both validate their fields."""
+"""Configuration of a Vision Transformer (ViTConfig) and of its preprocessing (DataConfig)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Config:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Builds a config from the output of to_dict, also after JSON; unknown names raise ValueError."""
+        """Builds a config from the output of to_dict, directly or via JSON; unknown names raise ValueError."""
         known = known_fields(cls, fields)
         if isinstance(known.get("rope"), Mapping):
             known["rope"] = RopeConfig(**known_fields(RopeConfig, known["rope"]))
@@ -32,13 +32,13 @@ class _Config:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(_Config):
-    """Preprocessing of images for a model, as in timm's data config."""
+    """Preprocessing of images for a model, as in timm's data config; an invalid field raises ValueError."""
 
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # per channel, for pixel values in [0, 1]
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     interpolation: Interpolation = "bicubic"
     crop_pct: float = 0.9  # side of the center crop divided by the shorter side of the resized image, in (0, 1]
-    # "center" preserves the aspect ratio and crops; "squash" resizes both sides
+    # "center" preserves the aspect ratio and crops; "squash" resizes height and width independently
     crop_mode: Literal["center", "squash"] = "center"
 
     def __post_init__(self) -> None:
@@ -58,15 +58,16 @@ class DataConfig(_Config):
 class RopeConfig:
     """Two-dimensional rotary position embedding of the patches.
 
-    One half of the channel pairs encodes the row, the other the column, with D/4 frequencies temperature^(-4 i / D).
+    By default, the first half of the channel pairs of a head encodes the row, the second half the column. Each half has
+    the frequencies temperature^(-4 i / D) for i < D/4, where D is head_dim.
     """
 
-    # "centred": patch centers in (-1, 1), times 2 pi (DINOv3); "index": 0, 1, 2, ... (EVA-02)
+    # "centred": patch centers from -1 to 1, times 2 pi (DINOv3); "index": 0, 1, 2, ... (EVA-02)
     coordinates: Literal["centred", "index"] = "centred"
     temperature: float = 100.0  # base of the frequencies
-    layout: Literal["half", "interleaved"] = "half"  # pairs channels j and j + D/2; "interleaved": 2j and 2j + 1
-    reference_grid: Size | None = None  # (rows, columns) to which indices are scaled; None means no scaling
-    offset: float = 0.0  # added to the indices
+    layout: Literal["half", "interleaved"] = "half"  # "half" pairs channels j and j + D/2, "interleaved" 2j and 2j + 1
+    reference_grid: Size | None = None  # (rows, columns) to which indices are scaled; None: no scaling
+    offset: float = 0.0  # added to the indices before scaling
     columns_first: bool = False  # True if the first half of the pairs encodes the column
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig(_Config):
-    """Architecture of a Vision Transformer. Fields have timm's names; an invalid field raises ValueError."""
+    """Architecture of a Vision Transformer. Most fields have timm's names; an invalid field raises ValueError."""
 
     img_size: int | Size = 224  # height and width in pixels; one number means a square
     patch_size: int | Size = 16  # in pixels; with a convolutional stem, in elements of its feature map
@@ -95,7 +96,7 @@ class ViTConfig(_Config):
     class_token: bool = True  # a learned class token precedes the patches
     distilled: bool = False  # DeiT's distillation token and second head; requires class_token
     reg_tokens: int = 0  # register tokens after the class token (arXiv 2309.16588)
-    # "learn": learned; "sincos1d": fixed (arXiv 1706.03762, patches in reading order); "sincos2d": fixed
+    # "sincos1d" encodes the patch number, "sincos2d" row and column, in fixed sines and cosines (arXiv 1706.03762)
     pos_embed: Literal["learn", "sincos1d", "sincos2d", "none"] = "learn"
     no_embed_class: bool = False  # only patches have a position embedding
     pre_norm: bool = False  # a norm precedes the blocks, and the patch embedding has no bias (CLIP)
@@ -106,21 +107,21 @@ class ViTConfig(_Config):
     pool_heads: int | None = None  # heads of the attention pooling; None means num_heads
     pool_mlp_ratio: float | None = None  # mlp_ratio of the attention pooling; None means mlp_ratio
     final_norm: bool = True  # a norm follows the blocks
-    fc_norm: bool | None = None  # the final norm follows pooling; None means True for global_pool="avg" only
+    fc_norm: bool | None = None  # the final norm follows pooling; None means global_pool == "avg"
     act_layer: Literal["gelu", "gelu_tanh", "relu", "quick_gelu", "silu"] = "gelu"  # of the MLP; "gelu" is exact
     norm_layer: Literal["layer_norm", "rms_norm"] = "layer_norm"  # of all norms
     norm_eps: float = 1e-6
-    # "mlp": fc2(act(fc1(x))); "swiglu": fc2(act(gate(x)) * up(x)), where fc1 packs gate and up
+    # "mlp": fc2(act(fc1(x))); "swiglu": fc2(act(gate(x)) * up(x)), where fc1 computes gate and up
     mlp_layer: Literal["mlp", "swiglu"] = "mlp"
     scale_attn_norm: bool = False  # a norm precedes the output linear of attention (EVA-02 CLIP)
     scale_mlp_norm: bool = False  # a norm precedes fc2 (EVA-02)
     qk_norm: bool = False  # q and k are normalized per head
     rope: RopeConfig | None = None  # rotary position embedding of the patches
-    dynamic_img_size: bool = False  # images may have other sizes; their position embedding is interpolated
+    dynamic_img_size: bool = False  # images may have other sizes; a learned position embedding is resized
     stem_channels: tuple[int, ...] = ()  # output channels of a convolutional stem, one per layer of stride 2
     drop_rate: float = 0.0  # dropout before the head
     pos_drop_rate: float = 0.0  # dropout after the position embedding
-    proj_drop_rate: float = 0.0  # dropout after the output linear of attention and both linears of the MLP
+    proj_drop_rate: float = 0.0  # dropout after the output linear of attention, fc1 and fc2
     attn_drop_rate: float = 0.0  # dropout on the attention weights
     drop_path_rate: float = 0.0  # stochastic depth of the last block; it increases linearly from 0
 
@@ -195,7 +196,7 @@ _hints: Any = functools.cache(get_type_hints)
 
 
 def _check_fields(config: Any) -> None:
-    """Checks the fields of any of these classes by their types."""
+    """Checks each field by its annotated type."""
     for name, hint in _hints(type(config)).items():
         value = getattr(config, name)
         if value is None and type(None) in get_args(hint):

@@ -1,4 +1,4 @@
-"""Exceptions of this package, and checks of arguments. Each check's error names the requirement and the value."""
+"""Exceptions of this package, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def raise_unsupported(what: str, reasons: list[str]) -> None:
 
 
 def check_type(name: str, value: object, *kinds: type) -> None:
-    """Raises TypeError unless an argument has one of these types."""
+    """Raises TypeError if `value` is not an instance of one of `kinds`."""
     if not isinstance(value, kinds):
         known = {"Module": "torch.nn.Module", "Tensor": "torch.Tensor", "dtype": "torch.dtype"}
         names = [known.get(kind.__name__, kind.__name__) for kind in kinds if kind is not type(None)]
@@ -82,7 +82,7 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
 
 
 def pair(name: str, value: object) -> tuple[int, int]:
-    """Returns (height, width) as positive integers; one number sets both."""
+    """Returns (height, width) as positive integers; one number sets height and width."""
     sides = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, tuple | list) else ()
     if len(sides) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in sides):
         raise ValueError(f"{name} must be a positive integer or two as (height, width), got {value!r}")
@@ -104,7 +104,7 @@ def as_device(device: torch.device | str | None) -> torch.device:
 
 
 def known_fields(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Turns lists among a dataclass's fields, read from JSON, into tuples; unknown names raise ValueError."""
+    """Returns the JSON fields of a dataclass with lists converted to tuples; unknown names raise ValueError."""
     check_type("fields", fields, Mapping)
     known = {field.name for field in dataclasses.fields(cls)}
     if unknown := sorted(set(fields) - known):

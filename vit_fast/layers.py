@@ -38,7 +38,7 @@ class PatchEmbed(nn.Module):
         self.norm = make_norm(config, config.embed_norm)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Size]:
-        """Projects images [B, in_chans, height, width] to tokens [B, patches, C]; also returns (rows, columns)."""
+        """Returns the tokens [B, patches, C] of images [B, in_chans, height, width], and the grid (rows, columns)."""
         self._check(images)
         feature_map = self.proj(self.stem(images))
         return self.norm(feature_map.flatten(2).transpose(1, 2)), (feature_map.shape[2], feature_map.shape[3])
@@ -78,7 +78,7 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Drops the residual branch per image with probability drop_prob (stochastic depth, arXiv 1603.09382)."""
+    """Drops a residual branch per image with probability drop_prob (stochastic depth, arXiv 1603.09382)."""
 
     def __init__(self, drop_prob: float) -> None:
         super().__init__()
@@ -93,13 +93,13 @@ class DropPath(nn.Module):
 
 
 def make_norm(config: ViTConfig, present: bool = True, width: int | None = None) -> nn.Module:
-    """Builds the norm that config.norm_layer names, over embed_dim by default; an Identity if it is not present."""
+    """Builds the norm that config.norm_layer names, over embed_dim by default; an Identity if `present` is False."""
     kind = nn.RMSNorm if config.norm_layer == "rms_norm" else nn.LayerNorm
     return kind(width or config.embed_dim, eps=config.norm_eps) if present else nn.Identity()
 
 
 class Mlp(nn.Module):
-    """MLP: fc2(act(fc1(x))); gated (arXiv 2002.05202): fc2(act(gate(x)) * up(x)), where fc1 packs gate and up."""
+    """MLP: fc2(act(fc1(x))), or gated (arXiv 2002.05202): fc2(act(gate(x)) * up(x)), where fc1 computes gate and up."""
 
     def __init__(self, config: ViTConfig, drop: float = 0.0) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class AttentionPool(nn.Module):
         return (x + self.mlp(self.norm(x)))[:, 0]
 
     def attend(self, x: Tensor) -> Tensor:
-        """Computes the attention of the learned query over patches [B, N, C] -> [B, 1, C]."""
+        """Computes the attention of the learned query over patches [B, N, C]; returns [B, 1, C]."""
         q = self.q(self.latent).unflatten(-1, (self.num_heads, -1)).transpose(1, 2).expand(x.shape[0], -1, -1, -1)
         k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).transpose(1, 3).unbind(2)
         return self.proj(self.mix(q, k, v).transpose(1, 2).flatten(2))

@@ -1,12 +1,12 @@
 """The Vision Transformer of "An Image is Worth 16x16 Words" (arXiv 2010.11929), section 3.1.
 
-    z_0  = [x_class; x_p^1 E; ...; x_p^N E] + E_pos            (1)
+    z_0  = [x_class; x_p^1 E; ...; x_p^P E] + E_pos            (1)
     z'_l = MSA(LN(z_{l-1})) + z_{l-1}                          (2)
     z_l  = MLP(LN(z'_l)) + z'_l                                (3)
     y    = LN(z_L^0)                                           (4)
 
-Parameters have timm's names, so a timm state dict loads directly.
-Axes: B images, N tokens, C = embed_dim, H heads, D = C / H.
+E projects the P patches x_p, E_pos is the position embedding, and L is the number of blocks. Parameters have timm's
+names, so timm's state dicts load directly. Shapes: B images, N tokens, C = embed_dim, H heads, D = C / H.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(config.proj_drop_rate)
 
     def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
-        """Applies attention to tokens [B, N, C]; rope is the cosines and sines of the rotary embedding, if any."""
+        """Applies attention to tokens [B, N, C]. `rope` contains cosines and sines of the rotary embedding, if any."""
         q, k, v = self.project(x, *rope)
         drop = self.attn_drop.p if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=drop)
@@ -76,7 +76,7 @@ class Block(nn.Module):
         self.drop_path2 = DropPath(drop_path)
 
     def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
-        """Maps tokens [B, N, C] to [B, N, C]; see Attention for rope."""
+        """Maps tokens [B, N, C] to [B, N, C]. See `Attention.forward` for `rope`."""
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), *rope)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
@@ -94,7 +94,7 @@ class Blocks(nn.Sequential):
 class VisionTransformer(nn.Module):
     """Vision Transformer in plain PyTorch: patch and position embedding, blocks, pooling and linear head.
 
-    `create_model` builds it and selects a backend for its blocks.
+    `create_model` builds the model and selects a backend for its blocks.
 
     Args:
         config: Architecture; see ViTConfig.
@@ -136,12 +136,13 @@ class VisionTransformer(nn.Module):
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Maps images [B, in_chans, height, width] to logits [B, num_classes], or to features [B, C] without a head.
 
-        With global_pool="", it returns logits per token. In distilled training, it returns the logits of both heads.
+        With global_pool="", returns logits per token. After `set_distilled_training`, training mode returns the logits
+        of the two heads.
         """
         return self.forward_head(self.forward_features(images))
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Maps images to tokens [B, N, C], and applies the final norm unless it follows pooling."""
+        """Maps images to tokens [B, N, C]; applies the final norm if the norm precedes pooling."""
         z = self.embed(images)
         rope = self.rope(images, z)
         if self.grad_checkpointing and self.training:
@@ -183,7 +184,7 @@ class VisionTransformer(nn.Module):
         return rope_of(config.rope, (images.shape[2] // height, images.shape[3] // width), config.head_dim, like=z)
 
     def pool(self, tokens: Tensor) -> Tensor:
-        """Pools tokens [B, N, C] to [B, C] as config.global_pool defines; "" returns the tokens."""
+        """Pools tokens [B, N, C] to [B, C] as config.global_pool defines; for "", returns the tokens."""
         patches = tokens[:, self.num_prefix_tokens :]
         if self.attn_pool is not None:
             return self.attn_pool(tokens if self.config.pool_include_prefix else patches)
@@ -192,9 +193,9 @@ class VisionTransformer(nn.Module):
         return tokens[:, 0] if self.config.global_pool == "token" else tokens
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Pools tokens [B, N, C] and applies the head (equation 4); pre_logits returns the input of the head.
+        """Pools tokens [B, N, C] and applies the head. With pre_logits=True, returns the input of the head.
 
-        With DeiT's distillation token, it returns the mean of the two tokens' outputs.
+        With DeiT's distillation token, returns the mean of the outputs of class and distillation token.
         """
         if self.head_dist is None:
             features = self.head_drop(self.fc_norm(self.pool(tokens)))
@@ -209,13 +210,13 @@ class VisionTransformer(nn.Module):
     def attention_maps(self, images: Tensor, blocks: Iterable[int] | None = None) -> dict[int, Tensor]:
         """Returns the attention weights [B, H, N, N] for images [B, in_chans, height, width], by block index.
 
-        Row i contains the weights of query token i. `blocks` are indices, also negative ones; None means all blocks.
-        Raises ValueError if a block does not exist, or was replaced.
+        Row i contains the weights of query token i. `blocks` contains indices, which may be negative; None means all
+        blocks. Raises ValueError if an index is out of range, or the block is not a `Block` of this file.
         """
         depth, maps = self.config.depth, dict[int, Tensor]()
         wanted = list(range(depth) if blocks is None else blocks)
         if unknown := [index for index in wanted if not -depth <= index < depth]:
-            raise ValueError(f"blocks must be between {-depth} and {depth - 1}, got {unknown[0]}")
+            raise ValueError(f"indices in blocks must be between {-depth} and {depth - 1}, got {unknown[0]}")
         z = self.embed(images)
         rope = self.rope(images, z)
         for index, block in enumerate(self.blocks):
@@ -231,7 +232,7 @@ class VisionTransformer(nn.Module):
         self.grad_checkpointing = enable
 
     def set_distilled_training(self, enable: bool = True) -> None:
-        """Makes forward in training mode return the logits of both heads (DeiT) instead of their mean."""
+        """Makes forward in training mode return the logits of DeiT's two heads instead of their mean."""
         self.distilled_training = enable
 
     def no_weight_decay(self) -> set[str]:
@@ -240,7 +241,7 @@ class VisionTransformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Applies timm's initialization: truncated normal with std 0.02, zero biases."""
+        """Initializes linear layers like timm: truncated normal weights with std 0.02, zero biases."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
