@@ -241,7 +241,7 @@ class VisionTransformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initializes linear layers like timm: truncated normal weights with std 0.02, zero biases."""
+        """Initializes parameters like timm. Linear layers get truncated normal weights (std 0.02) and zero biases."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)

@@ -42,7 +42,7 @@ def attention(
         scale: Multiplier of q k^T; None means D**-0.5. triton requires a positive finite number.
         key_mask: bool [B, N_kv], False for padding. If all keys of a batch element are padding, its output is 0.
         backend: "eager", "sdpa", "triton", or "auto" to choose triton or sdpa by device, dtype and TF32 setting.
-            triton does not support fp64. It requires D between 16 and 128, and stride 1 along D in q, k and v.
+            triton does not support fp64, and requires D between 16 and 128 with stride 1 in q, k and v.
     Returns:
         [B, H, N_q, D] in q.dtype. Under autocast, the dtype is the autocast dtype if q is not fp64.
     Raises:
@@ -309,7 +309,7 @@ def attention_forward(
     """Returns softmax(scale q k^T) v, and the base-2 log-sum-exp of scale q k^T per query, fp32 [B, H, N_q].
 
     `qkv` contains q, k and v, each [B, H, N, D] or, for packed sequences, [total, H, D]; or only the argument of
-    `attention_among`. The output has q's layout. With out_factor, fp32 [1], the output is output * out_factor in e4m3.
+    `attention_among`. The output has q's layout. out_factor, fp32 [1], multiplies the output, which is then in e4m3.
     """
     q, k, v = _heads_first(qkv)
     out, view, lse = _new_output(qkv, None if out_factor is None else E4M3)

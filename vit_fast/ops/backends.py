@@ -160,7 +160,7 @@ def probe_reasons(device: torch.device) -> tuple[str, ...]:
                     if len(message) > _LONGEST_MESSAGE:
                         message = f"{message[: _LONGEST_MESSAGE // 2]} ... {message[-_LONGEST_MESSAGE // 2 :]}"
                     reasons = (f"the test kernel failed on {device}: {type(error).__name__}: {message}",)
-                    if isinstance(error, torch.OutOfMemoryError):  # may work later: do not cache
+                    if isinstance(error, torch.OutOfMemoryError):  # memory may be free later: do not cache
                         return reasons
                     _probed[device] = reasons
         return _probed[device]

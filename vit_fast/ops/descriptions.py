@@ -50,8 +50,8 @@ class Rope(NamedTuple):
     """Rotary embeddings: each pair (a, b) of channels of q and k becomes (a cos - b sin, b cos + a sin).
 
     Attributes:
-        cos, sin: Tables [T, d], [B, T, d] or [B or 1, H or 1, T, d] for the T = N - prefix rotated tokens; fp32, fp16,
-            bf16 or, without triton, fp64. d is D/2 with one value per pair, or D with equal values for a pair.
+        cos, sin: Tables [T, d], [B, T, d] or [B or 1, H or 1, T, d] with T = N - prefix for qkv [B, N, 3, H, D]; fp32,
+            fp16, bf16 or, without triton, fp64. d is D/2 (one value per pair) or D (two equal values per pair).
         prefix: Number of leading tokens that are not rotated (class token, registers).
         layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
     """

@@ -1,9 +1,9 @@
 """Folds the norms of a block into the weights for inference, and optionally rounds the weights to e4m3 (FP8).
 
-In FP8, qkv and fc1 read x8 = x / s in e4m3. Here x is the residual stream with LayerNorm statistics mean and rstd, and
-s are the scales from `vit_fast.calibrate`, one per channel. Let W and b be weight and bias of qkv or fc1, and gamma and
-beta the parameters of the norm before the layer. `reference.fp8_weight` computes W8 = W gamma s / rows in e4m3, where
-`rows` contains one scale per row of W. The layer computes
+In FP8, qkv and fc1 read x8 = x / s in e4m3. Here x is the residual stream, and s contains a scale per channel from
+`vit_fast.calibrate`. Let mean and rstd be mean and reciprocal standard deviation of a token of x. Let W and b be weight
+and bias of qkv or fc1, and gamma and beta the parameters of the norm before the layer. `reference.fp8_weight` computes
+W8 = W gamma s / rows in e4m3, where `rows` contains a scale per row of W. The layer computes
 
     z = rstd (rows (x8 W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(rows W8 / s),  shift = W beta + b
 
@@ -42,7 +42,7 @@ def fold(
 
     Raises:
         ValueError: a scale or its reciprocal is not positive and finite.
-        UnsupportedInputError: FP8 cannot run this block; lists all reasons.
+        UnsupportedInputError: FP8 does not support this block. The message lists all reasons.
     """
     from ..kernels.linear.folding import fold_linears
 

@@ -50,7 +50,7 @@ def layer_norm_mlp(
         activation: "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
         layer_scale: Multiplier [C] per channel; None means ones.
         residual: True adds x to the result.
-        norm: "layer_norm", or "rms_norm": x / sqrt(mean(x^2) + eps).
+        norm: "layer_norm" or "rms_norm" (x / sqrt(mean(x^2) + eps)).
         gate_weight: Weight [F, C] of the gate; None for no gate. If one weight contains gate and fc1, split it.
         gate_bias: Bias [F] of the gate; None if fc1_bias is None.
         inner_norm: Norm of the hidden activations [..., F] (after gating) before fc2, as in EVA-02; None for no norm.

@@ -59,7 +59,7 @@ def layer_norm_mlp(
     x: Tensor, t: BlockTensors, *, eps: float, norm: str, activation: str, residual: bool,
     inner_norm: tuple[str, float] | None,
 ) -> Tensor:  # fmt: skip
-    """Computes [x +] layer_scale * (h W2^T + b2) with h = act(norm(x) W1^T + b1); see ops.layer_norm_mlp."""
+    """Computes [x +] layer_scale * fc2(act(fc1(norm(x)))); see ops.layer_norm_mlp."""
     normed = normalize(x, Norm(t.norm2_weight, t.norm2_bias, eps, norm))
     hidden, activate = F.linear(normed, t.fc1_weight, t.fc1_bias), ACTIVATIONS[activation]
     if t.gate_weight is None:
@@ -137,7 +137,7 @@ def fp8_block(
     eps: tuple[float, float] = (1e-6, 1e-6), norm: str = "layer_norm", activation: str = "gelu",
     qk_norm: QkNorm | None = None, rope: Rope | None = None, linear: Callable[..., Tensor] = fp8_linear,
 ) -> Tensor:  # fmt: skip
-    """Computes `fused_block` in FP8 from the unquantized parameters `tensors`. With fp64 x, this is the reference.
+    """Computes `fused_block` in FP8 from the unquantized `tensors`. With fp64 x, the output is the reference.
 
     `linear` is called for qkv, proj, fc1, the gate (if any) and fc2, in this order.
     """

@@ -4,7 +4,7 @@ Operators: `vit_fast::qk_norm_rope` and its backward. In a block, `qkv_step` sel
 - The epilogue of the qkv matmul runs norms and rotation if possible. For rotation, all heads must share the tables, and
   the channels of a pair must be adjacent in the folded weight. For norms, `over` must be "head", the dtype half
   precision (not FP8) and head_dim 64 or 128, and no backward may follow.
-- Otherwise, a separate kernel runs both steps. In training with qk-norm, this kernel saves its input.
+- Otherwise, a separate kernel runs norms and rotation: in place, or into a new tensor if the backward needs the input.
 """
 
 from __future__ import annotations
@@ -233,7 +233,8 @@ def qkv_step(
     """Builds a `QkvStep` for images of `tokens` tokens from the results of `operator_arguments`.
 
     `is_folded` is True if `fold` folded the qkv weight. Then, with layout "half", the channels of a pair are not
-    adjacent, and the matmul does not rotate. norm_dtype is the matmul's dtype, or None in training and FP8.
+    adjacent, and the matmul does not rotate. norm_dtype is the matmul's dtype, or None (in training and FP8) if the
+    matmul must not run the norms.
     """
     from ..kernels.matmul.matmul_launch import HeadStep
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
