@@ -38,7 +38,7 @@ def fold(
 
     The folded weights have no gradients, and are not updated when the parameters change. A weight is in e4m3 if its
     layer has a scale, else in `dtype`. If rope_head is head_dim D instead of 0, channels j and j + D/2 of q and k
-    become adjacent: then pass the result of `interleave` to `fused_block`.
+    become adjacent. In this case, pass the result of `interleave` to `fused_block`.
 
     Raises:
         ValueError: a scale or its reciprocal is not positive and finite.
