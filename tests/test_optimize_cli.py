@@ -95,7 +95,7 @@ def test_exported_folder(choice: Candidate, only, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("vit_tst",), "vit_test"),
-        (("vit_*_patch16_224",), "the name must match one model"),
+        (("vit_*_patch16_224",), "MODEL must match one model"),
         (("missing.onnx",), "missing.onnx"),
         (("vit_test", "--img-size", "big"), "got big"),
         (("vit_test", "--save", f"{__file__}/fast.json"), "must be a folder, got a file"),

@@ -1,4 +1,4 @@
-"""The `vit-fast` command, which imports only the module of the given command, and options of several commands."""
+"""The `vit-fast` command, and the options that several of its commands share."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ COMMANDS = {
     "kernels": "kernels", "predict": "predict", "train": "train", "evaluate": "predict", "export": "export",
     "optimize": "optimize", "cache": "optimize", "show": "optimize", "hf-kernel": "export",
 }  # fmt: skip
-"""Maps each command to its module, which contains a function with the command's name."""
+"""Maps each command to its module in `commands/`. `vit-fast COMMAND` imports only this module."""
 
 USER_ERRORS = (VitFastError, ValueError, TypeError, OSError)
-FULL_WIDTH = 160  # line width if the output is not a terminal
+FULL_WIDTH = 160  # characters per line if the output is not a terminal
 
 
 def option(help_text: str, *names: str, **settings: Any) -> Any:
-    """Declares an option. A flag must be given its name, because otherwise typer adds --no-FLAG."""
+    """Declares an option. Pass the name of a flag: otherwise, typer also adds --no-FLAG."""
     return typer.Option(*names, help=help_text, **settings)
 
 
@@ -38,25 +38,25 @@ def argument(help_text: str, **settings: Any) -> Any:
     return typer.Argument(help=help_text, **settings)
 
 
-PLAIN: Any = {"soft_wrap": True, "highlight": False, "markup": False}  # options of Console.print for texts
-AsJson = Annotated[bool, option("Print JSON, and everything else to stderr.", "--json")]
-Backend = Annotated[str, option("auto, eager, sdpa or triton.")]
+PLAIN: Any = {"soft_wrap": True, "highlight": False, "markup": False}  # of Console.print, for unchanged text
+AsJson = Annotated[bool, option("Print JSON to stdout, and all other output to stderr.", "--json")]
+Backend = Annotated[str, option("Backend of the operators: auto, eager, sdpa or triton.")]
 ClassNames = Annotated[
-    Path | None, option("File with class names: one per line, or JSON (a list, or an index-to-name object).")
+    Path | None, option("File with class names: text, one per line; or .json, a list or an object from index to name.")
 ]
 DataConfigFile = Annotated[
     Path | None,
-    option("For an ONNX file without metadata: JSON file with mean, std, crop_pct, interpolation and img_size."),
+    option("Preprocessing of an ONNX file without metadata: JSON with mean, std, crop_pct, interpolation, img_size."),
 ]
-Device = Annotated[str, option("auto, cpu, cuda or cuda:N.")]
+Device = Annotated[str, option("cpu, cuda, cuda:N, or auto (cuda if available).")]
 ImageSize = Annotated[str | None, option("Image size in pixels (default: the model's).", metavar="N|HxW")]
-Side = Annotated[int | None, option("Height and width in pixels (default: the model's).")]
+Side = Annotated[int | None, option("Side of the square input image in pixels (default: the model's).")]
 WeightsFile = Annotated[str, option("A weights file, a folder, a Hugging Face Hub id, or FILE.onnx.")]
-WeightsModel = Annotated[str | None, option("Name of the model, if the weights contain no config.")]
+WeightsModel = Annotated[str | None, option("One of `vit-fast models`, if the weights contain no config.")]
 
 
 def make_app(wanted: str = "") -> typer.Typer:
-    """Builds the typer application with the command `wanted`, or with all commands if it is unknown."""
+    """Builds the typer application with the command `wanted`, or with all commands if `wanted` is unknown."""
     app = typer.Typer(name="vit-fast", no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_before_every_command)
     for name in [wanted] if wanted in COMMANDS else COMMANDS:
@@ -79,11 +79,14 @@ def _before_every_command(
         bool, option("Show the version and exit.", "--version", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Speed up, export and measure Vision Transformers."""
+    """Speed up, export and measure Vision Transformers.
+
+    To see the traceback of an error, run `vit-fast --traceback COMMAND ...`.
+    """
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command line. Prints errors as one line and exits with 2; raises them if `--traceback` comes first."""
+    """Runs the command line. Prints an error as one line and exits with 2, or raises it after `--traceback`."""
     args = list(sys.argv[1:] if args is None else args)
     traceback_wanted = args[:1] == ["--traceback"]
     if traceback_wanted:
@@ -93,7 +96,7 @@ def main(args: list[str] | None = None) -> None:
     except USER_ERRORS as error:
         if traceback_wanted:
             raise
-        text = str(error).replace(":\n  - ", ": ").replace("\n  - ", "; ")  # reasons of UnsupportedInputError
+        text = str(error).replace(":\n  - ", ": ").replace("\n  - ", "; ")  # joins reasons of UnsupportedInputError
         message = " ".join(text.split()) or type(error).__name__
         if isinstance(error, OSError) and error.filename and error.strerror:  # without "[Errno 2]"
             message = f"{error.filename}: {error.strerror}"
@@ -110,7 +113,7 @@ def integers(name: str, value: str | None, separator: str = ",") -> list[int] | 
     try:
         return None if parts is None else [int(part) for part in parts]
     except ValueError:
-        raise ValueError(f"{name} must be integers, separated by {separator!r}, got {value}") from None
+        raise ValueError(f"{name} must be integers separated by {separator!r}, got {value}") from None
 
 
 def model_name(name: str) -> str:
@@ -128,7 +131,7 @@ def wide_console(*, stderr: bool = False) -> Console:
 
 
 def table(title: str, titles: Sequence[str], rows: Iterable[Sequence[str]] = (), *, texts: int = 1) -> Table:
-    """Builds a table whose first `texts` columns contain text and the others numbers; escapes rich markup."""
+    """Builds a table: left-aligned text in the first `texts` columns, then right-aligned numbers."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table

@@ -1,6 +1,6 @@
 """`vit-fast bench`: measures images per second of Vision Transformers of vit-fast and other libraries.
 
-`vit-fast compare` compares two of its records, and `vit-fast report` writes an HTML page of records.
+`vit-fast compare` compares two records of `bench`, and `vit-fast report` writes an HTML page of records.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ def bench(
     models: Annotated[
         str | None,
         option(
-            "Names or patterns of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, FILE.onnx, module:function.",
+            "Names or patterns of `vit-fast models`, timm:NAME, hf:FOLDER, weights files, FILE.onnx, module:function.",
             metavar="A,B",
         ),
     ] = None,
     img_size: Annotated[str | None, option("Image sizes (default: the model's).", metavar="N|HxW,...")] = None,
-    train: Annotated[
-        bool, option("Measure training steps, or the backward pass of a block or operator.", "--train")
-    ] = False,
-    amp: Annotated[bool, option("With --train: run the forward under bf16 autocast.", "--amp")] = False,
+    train: Annotated[bool, option("Measure training steps instead of inference.", "--train")] = False,
+    amp: Annotated[bool, option("With --train: run the forward pass under bf16 autocast.", "--amp")] = False,
     data: Annotated[
-        str, option("Memory with the images before a call: device or host (to time the copy to the GPU too).")
+        str, option("Memory of the images before each call: device, or host to include the copy to the GPU.")
     ] = "device",
-    explain: Annotated[bool, option("Print time per part, operator or kernel, and lower bounds.", "--explain")] = False,
+    explain: Annotated[bool, option("Print time per part of the model, and the longest kernels.", "--explain")] = False,
     cold: Annotated[bool, option("Also measure the time from process start to the first output.", "--cold")] = False,
     latency: Annotated[bool, option("Measure p50, p90 and p99 latency of one image per call.", "--latency")] = False,
     batch_sizes: Annotated[
@@ -43,19 +41,20 @@ def bench(
         str | None, option("Candidates to measure; see --list-candidates.", metavar="eager,timm+compile")
     ] = None,
     device: Device = "auto",
-    out: Annotated[Path | None, option("New or empty folder to write (default: one in vit-fast-results).")] = None,
+    out: Annotated[Path | None, option("New or empty output folder (default: one in vit-fast-results).")] = None,
     time_budget: Annotated[
-        float | None, option("Skip candidates that do not fit into these seconds; 0 means no limit.")
+        float | None, option("Time limit of the run in seconds (0: none). Candidates that do not fit are skipped.")
     ] = None,
     seconds: Annotated[float | None, option("Measure each candidate for this many seconds.")] = None,
     resume: Annotated[Path | None, option("Resume the interrupted run in this folder.")] = None,
     as_json: AsJson = False,
     list_candidates: Annotated[bool, option("List the candidates and exit.", "--list-candidates")] = False,
 ) -> None:
-    """Measure images per second of models in several libraries, and compare their outputs with a reference.
+    """Measure images per second of models in vit-fast and other libraries, and verify the outputs.
 
-    Without arguments, measures ViT-Ti (CPU, within three minutes on two cores) or ViT-B (GPU). Writes record.json,
-    table.md, plot.png and report.html. Exits with 1 if a candidate is incorrect or fails, and with 130 after Ctrl-C.
+    A candidate is one way to run a model, e.g. timm+compile. By default, measures ViT-B on a GPU, or ViT-Ti on a CPU
+    in about three minutes. Writes record.json, table.md, plot.png and report.html. Exits with 1 if a candidate fails or
+    its output is incorrect, and with 130 after Ctrl-C.
     """
     from rich.markup import escape
 
@@ -92,17 +91,17 @@ def bench(
     else:
         # a time budget may be 0
         if out or any(value is not False and value not in ((), None, "auto", "device") for value in given.values()):
-            message = f"--resume {resume} must be the only argument besides --json: the run has stored the others"
+            message = f"--resume must be the only argument besides --json: {resume} contains the other arguments"
             raise ValueError(message)
         journal = Journal.resume(resume)
         try:
             configuration = make_configuration(**journal.header["request"])
         except TypeError as error:
-            message = f"{journal.folder}: the run belongs to another version of vit-fast ({error}): start a new run"
+            message = f"{journal.folder}: the run was started by another version of vit-fast ({error}): start a new run"
             raise ValueError(message) from None
         journal.check_machine(describe(configuration.device))
     with patient_interrupt(signal.SIGINT, signal.SIGTERM):
-        with console.status("preparing", refresh_per_second=2) as status:  # often would disturb the timing
+        with console.status("preparing", refresh_per_second=2) as status:  # a higher rate disturbs the timing
 
             def tell(step: str) -> None:
                 if console.is_terminal:
@@ -135,10 +134,14 @@ def bench(
 
 def compare(
     first: Annotated[Path, argument("Baseline: a record.json or its folder.")],
-    second: Annotated[Path, argument("Record to compare with the baseline.")],
+    second: Annotated[Path, argument("The record to compare with the baseline.")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two records of `bench`: print ratio, confidence interval and verdict of each pair of rows."""
+    """Compare the images per second of two records of `bench`.
+
+    Prints for each candidate the ratio second / first, its 99 % confidence interval, and a verdict. The resolution is
+    the noise of the two runs; smaller differences cannot be measured.
+    """
     from ..benchmarks.records import compare_records, damaged, read_record
     from ..measure.clock import format_number
 

@@ -1,9 +1,9 @@
-"""Launches of a block without a GPU: host time (`vit-fast kernels --host`), estimated device time (`--model`).
+"""Times of the kernel launches of a block, without a GPU.
 
-Host time: Triton's launch path runs unchanged, with a stand-in driver that launches nothing. Launches are counted for
-ViT-B, B = 1. Process CPU time is measured with small tensors, so that dispatch dominates.
+`vit-fast kernels --host` measures the host time. Triton's launch path runs unchanged, but a stand-in driver launches
+nothing. Launches are counted for ViT-B, B = 1. CPU time is measured with small tensors, so that dispatch dominates.
 
-Device time: launches are recorded, compiled, and estimated from their FLOPs and bytes. Nothing is measured.
+`vit-fast kernels --model` estimates the GPU time of each launch from FLOPs and bytes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from ..kernels.launch import Launch
 
 MEASURED = "Host time of Triton's launch path, with a stand-in driver that runs no kernels. No GPU time is measured."
-ESTIMATED = "Estimated from FLOPs and bytes at sustained rates, not measured."
+ESTIMATED = "Times are estimated from FLOPs and bytes at the GPU's sustained rates, not measured."
 MODEL = "vit_base_patch16_224"
 DEPTH = 12  # blocks of MODEL; they share the overhead of a compiled call
-NARROW = {"embed_dim": 64, "num_heads": 1, "img_size": 32, "patch_size": 8}
+NARROW = {"embed_dim": 64, "num_heads": 1, "img_size": 32, "patch_size": 8}  # changes of MODEL
 REPEATS = 15
 SECONDS_A_REPEAT = 0.02
 
@@ -44,9 +44,9 @@ Call = Callable[[], object]
 
 
 def measure_host_time(arch: str) -> dict[str, Any]:
-    """Returns the results of `vit-fast kernels --host`, measured in a new process; RuntimeError if that fails."""
+    """Returns the results of `vit-fast kernels --host`, measured in a new process. RuntimeError if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # keep one heap: otherwise malloc maps large tensors again in each call, unlike on a GPU
+    # serve large tensors from the heap: mmap in each call takes time that a run on a GPU does not spend
     heap = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(2**30))
     command = [sys.executable, "-c", f"from {__name__} import run_child; run_child({arch!r})"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment | heap | {"OMP_NUM_THREADS": "1"})
@@ -65,7 +65,7 @@ def run_child(arch: str) -> None:
     driver = stand_in_driver.install(arch)
 
     def count(name: str, call: Call) -> dict[str, float]:
-        """Counts the steady-state launches and descriptors per block."""
+        """Counts launches and TMA descriptors per block, in the steady state."""
         for _ in range(4):
             call()
         before = driver.counters()
@@ -96,7 +96,7 @@ def _model_and_tokens(**changes: Any) -> tuple[Any, Tensor]:
 
 
 def _calls(**changes: Any) -> dict[str, Call]:
-    """Returns calls of operators and of all blocks. `changes`: fields of ViT-B's configuration."""
+    """Returns calls of an operator and of all blocks. `changes` replaces fields of ViT-B's configuration."""
     model, x = _model_and_tokens(**changes)
     evaluated, frozen = copy.deepcopy(model.blocks).eval(), copy.deepcopy(model.blocks).eval()
     freeze(frozen)
@@ -138,7 +138,7 @@ def _host_us(calls: Mapping[str, Call]) -> dict[str, dict[str, float]]:
 
 def host_time_text(report: Mapping[str, Any]) -> str:
     machine, packages = report["machine"], report["machine"]["packages"]
-    cells = [["", "launches", "descriptors", "host us (p20-p80)"]]
+    cells = [["", "launches", "descriptors", "host us, median (p20-p80)"]]
     for row in report["rows"]:
         us = "{median:.0f} ({p20:.0f}-{p80:.0f})".format(**row["ours_us"])
         cells.append([row["name"], f"{row['launches']:g}", f"{row['descriptors']:g}", us])
@@ -158,7 +158,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def estimate_device_time(name: str, batch: int, arch: str) -> dict[str, Any]:
-    """Returns a row per launch of a block in bf16, "frozen" and in "training" (forward and backward)."""
+    """Returns estimates of the launches of a bf16 block, frozen and in training (forward and backward)."""
     from ..kernels.inspect import device_model, offline
 
     layers, gpu = get_variant(name).config.depth, offline.architecture(arch)
@@ -174,7 +174,7 @@ def estimate_device_time(name: str, batch: int, arch: str) -> dict[str, Any]:
 
 
 def record_block(name: str, batch: int, arch: str, training: bool = False) -> list[Launch]:
-    """Returns the launches of a block after another, which passes on its LayerNorm statistics."""
+    """Returns the launches of the second of two blocks; the first block passes on LayerNorm statistics."""
     from ..kernels.inspect import offline
 
     with torch.set_grad_enabled(training), offline.recorded(offline.gpu(arch)) as launches:

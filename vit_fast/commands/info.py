@@ -1,4 +1,4 @@
-"""`vit-fast info`: prints versions and backends; `models`: lists the variants; `verify`: checks the backends."""
+"""`vit-fast info`: prints versions and backends; `models`: lists the models; `verify`: checks the backends."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def verify(
 ) -> None:
     """Compare the operators and a small model with the fp64 reference.
 
-    Without a GPU, the triton backend runs in Triton's interpreter. Exits with 1 if a case fails.
+    Without a GPU, the triton backend runs in Triton's interpreter. Exits with 1 if a comparison fails.
     """
     import torch
 

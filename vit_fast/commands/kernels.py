@@ -11,7 +11,7 @@ import typer
 
 from ..cli import AsJson, integers, option
 
-# The options that apply to each mode.
+# Options that apply to each mode; "" is the mode that checks kernels.
 _OPTIONS = {
     "": {"--arch", "--json", "--update-baseline"}, "--host": {"--arch", "--json"},
     "--model": {"--arch", "--json", "--batch-sizes"}, "--warm-up": {"--batch-sizes"}, "--tune": set(),
@@ -38,14 +38,14 @@ def kernels(
     model: Annotated[
         str | None,
         option(
-            "List the launches of one block of this model, frozen and in training, and estimate their GPU time from "
-            "FLOPs and bytes (default arch: sm_90)."
+            "Estimate the GPU time of each kernel launch of one block of this model, frozen and in training "
+            "(default arch: sm_90)."
         ),
     ] = None,
     host: Annotated[
         bool,
         option(
-            "Count the kernel launches of one block and measure their CPU launch overhead (default arch: sm_90).",
+            "Count the kernel launches of one ViT-B block and measure their CPU overhead (default arch: sm_90).",
             "--host",
         ),
     ] = False,
@@ -53,7 +53,7 @@ def kernels(
     """Compile all kernels without a GPU, and check their spills, registers and instructions.
 
     Exits with 1 if a kernel fails a check, e.g. if it uses more registers than the committed baseline allows. The
-    baseline applies to one Triton version. --warm-up, --model, --host and --tune replace the checks.
+    baseline applies to one Triton version. --warm-up, --model, --host and --tune run instead of the checks.
     """
     sizes = integers("--batch-sizes", batch_sizes)
     modes = {"--warm-up": warm_up, "--host": host, "--model": model, "--tune": tune}
@@ -111,7 +111,7 @@ def kernels(
 
 
 def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, to_stderr: bool = True) -> dict[str, Any]:
-    """Compiles the kernels, compares them with the baseline, prints a line for each, and returns data for JSON."""
+    """Compiles the kernels, compares them with the baseline, prints a line per build, and returns data for JSON."""
     import triton
 
     from ..kernels import launch

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..benchmarks.models import Model
     from ..measure.optimization import Optimization
 
-OTHER_BATCHES = 3  # to measure agreement
+OTHER_BATCHES = 3  # besides the example, to measure agreement
 ModelName = Annotated[
     str, argument("One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, FILE.onnx, or module:function.")
 ]
@@ -40,17 +40,17 @@ def optimize(
     budget: Annotated[float, option("Time limit of the search in seconds, including builds and checks.", min=1)] = 100,
     latency: Annotated[bool, option("Minimize p90 latency instead of median latency.", "--latency")] = False,
     memory_limit: Annotated[
-        float | None, option("Memory limit in MiB: a candidate's copy of the weights plus one call.", min=0.001)
+        float | None, option("Maximum MiB of a candidate, for its copy of the weights and one call.", min=0.001)
     ] = None,
     device: Device = "auto",
-    save: Annotated[Path | None, option("Save the result for vit_fast.load_optimized.")] = None,
-    export: Annotated[Path | None, option("New or empty folder for the result as ONNX or .pt2 file.")] = None,
+    save: Annotated[Path | None, option("Save the result to this file, for vit_fast.load_optimized.")] = None,
+    export: Annotated[Path | None, option("New or empty folder, to write the result as .onnx or .pt2 file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest configuration of a model on this machine, verify its outputs, and cache it.
+    """Find the fastest way to run a model on this machine, verify its outputs, and cache the result.
 
-    The printed speedup is relative to the given model, or to the eager backend for a weights file or a name that
-    `vit-fast models` lists. Press Ctrl-C to stop the search and get the best result so far.
+    The printed speedup is relative to MODEL (for a model of vit-fast: on the eager backend). Press Ctrl-C to stop
+    the search and get the best result so far.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -103,7 +103,7 @@ def _table(result: Optimization) -> Table:
     from ..measure.clock import format_number
 
     titles = ["candidate", "ms", "images/s", "speedup", "max error", "agreement", "peak MiB", "first call s", "status"]
-    made = table(f"{result.objective}, in the order of the search", titles)
+    made = table(f"candidates in the order of the search, by {result.objective}", titles)
     made.columns[-1].justify, made.columns[-1].no_wrap, made.columns[0].no_wrap = "left", False, False
     for row in result.table:
         cells = [""] * 7
@@ -145,14 +145,14 @@ def cache(
 def show(
     model: Annotated[str, argument("One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, module:function.")],
     image: Annotated[Path | None, argument("An image file (default: matplotlib's sample image).")] = None,
-    figures: Annotated[str, option(f"Some of {', '.join(FIGURES)}.", metavar="A,B")] = ",".join(FIGURES),
+    figures: Annotated[str, option("Figures to draw.", metavar="A,B")] = ",".join(FIGURES),
     blocks: Annotated[str, option("Blocks of the attention figure; negative ones count from the end.")] = "0,-1",
     img_size: ImageSize = None,
-    out: Annotated[Path, option("Folder for the files FIGURE.png.")] = Path("figures"),
+    out: Annotated[Path, option("Output folder, for one file FIGURE.png per figure.")] = Path("figures"),
 ) -> None:
     """Draw patches, filters, positions, attention and features of a model as PNG files.
 
-    Skips figures that do not apply to the model and prints the reason.
+    Skips figures that do not apply to the model, and prints the reason.
     """
     from .. import figures as drawn
     from ..errors import UnsupportedInputError
@@ -210,9 +210,9 @@ def open_model(
     on, paths, (model, *more) = configuration.device, configuration.images, configuration.models
     if more:
         names = ", ".join(model.name for model in configuration.models)
-        raise ValueError(f"the name must match one model, got {name!r}, which matches {names}")
+        raise ValueError(f"MODEL must match one model, got {name!r}, which matches {names}")
     if model.kind not in ("vit-fast", "given", "onnx"):
-        raise ValueError(f"the model must not be a single block or operator, got {name}")
+        raise ValueError(f"MODEL must not be a single block or operator, got {name}")
     count = max(batch, min(MAX_VIEWS, batch * (1 + OTHER_BATCHES)))
     views = image_views(paths, model, count)
     if model.onnx is None:

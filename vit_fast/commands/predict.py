@@ -37,16 +37,16 @@ def predict(
             "to resume an interrupted run."
         ),
     ] = None,
-    engine: Annotated[str, option("With --out: local, or ray for a Ray cluster (RAY_ADDRESS).")] = "local",
+    engine: Annotated[str, option("With --out: local, or ray for a Ray cluster (at RAY_ADDRESS).")] = "local",
     workers: Annotated[
         int | None,
         option(
-            "With --out: processes that read images; with ray, they also run the model (default: one per core).",
+            "With --out: number of processes that read images and, with ray, run the model (default: one per core).",
             show_default=False,
         ),
     ] = None,
     device: Device = "auto",
-    as_json: Annotated[bool, option("Without --out: print JSON, and everything else to stderr.", "--json")] = False,
+    as_json: Annotated[bool, option("Without --out: print JSON to stdout.", "--json")] = False,
 ) -> None:
     """Classify images: print the most probable classes, or write predictions and embeddings to a Parquet file."""
     from ..apps.classifiers import class_names_for, open_classifier, read_class_names
@@ -55,14 +55,14 @@ def predict(
     if top_k < 1:
         raise ValueError(f"--top-k must be an integer >= 1, got {top_k}")
     if workers is not None and (out is None or workers < 0):
-        raise ValueError(f"--workers {workers} must be an integer >= 0, and requires --out")
+        raise ValueError(f"--workers must be >= 0 and requires --out, got --workers {workers}")
     if engine != "local" and out is None:
         raise ValueError(f"--engine {engine} requires --out")
     files = find_images(images)
     given = None if classes is None else read_class_names(classes)
     if out is not None:
         if weights.endswith(".onnx") or data_config is not None:
-            raise ValueError("--out requires PyTorch weights, and no --data-config: ONNX files output no embeddings")
+            raise ValueError("--out requires PyTorch weights without --data-config: ONNX files output no embeddings")
         from ..apps.prediction import predict_to_parquet
 
         # workers of a cluster copy the model to their device
@@ -144,7 +144,7 @@ def evaluate(
     weights: WeightsFile,
     model: WeightsModel = None,
     against: Annotated[
-        str | None, option("Weights of a second model: list the images with different predicted classes.")
+        str | None, option("Weights of a second model: also list the images with different predictions.")
     ] = None,
     classes: ClassNames = None,
     backend: Backend = "auto",
@@ -153,7 +153,7 @@ def evaluate(
     as_json: Annotated[
         bool,
         option(
-            "Print JSON with the classes of FOLDER and, with --against, all images whose predictions differ.", "--json"
+            "Print JSON, with all classes of FOLDER and all images whose predictions differ from --against.", "--json"
         ),
     ] = False,
 ) -> None:
@@ -183,7 +183,7 @@ def evaluate(
     if as_json:
         summaries = []
         for one in evaluations:
-            # "taken for" is the former name of "confused_with", for existing readers
+            # "taken for" is the old name of "confused_with"; existing programs read it
             per_class = [row | {"taken for": row["confused_with"]} for row in one.by_class(names)]
             summaries.append({"images": len(files), "top1": one.top1, "top5": one.top5, "classes": per_class})
         content = summaries[0] | {"confusion": evaluation.confusion.tolist()}

@@ -21,8 +21,8 @@ def train(
     data: Annotated[
         Path | None,
         argument(
-            "Folder with one subfolder of images per class, or with MNIST, FashionMNIST or CIFAR10 as downloaded by "
-            "torchvision (default: 1,797 bundled images of digits)."
+            "Folder with one subfolder of images per class, or torchvision's folder of MNIST, FashionMNIST or CIFAR10 "
+            "(default: 1,797 bundled images of digits)."
         ),
     ] = None,
     out: Annotated[Path, option("Folder for weights, checkpoint, log and plot.")] = Path("trained"),
@@ -32,11 +32,11 @@ def train(
     weights: Annotated[str | None, option("Fine-tune these weights: a file, a folder or a Hub id.")] = None,
     validation: Annotated[Path | None, option("Folder of validation images, with the same subfolders as DATA.")] = None,
     epochs: Annotated[int | None, option("Number of epochs (default: see above).")] = None,
-    batch_size: Annotated[int | None, option("Images per step of all processes (default: see above).")] = None,
+    batch_size: Annotated[int | None, option("Images per step, summed over processes (default: see above).")] = None,
     lr: Annotated[float | None, option("Learning rate after the warm-up (default: see above).")] = None,
     settings: Annotated[
         list[str] | None,
-        option("Set another field of TrainConfig, e.g. mixup=0.2. Can be repeated.", "--set", metavar="NAME=VALUE"),
+        option("Set a field of vit_fast.apps.training.TrainConfig. Can be repeated.", "--set", metavar="mixup=0.2"),
     ] = None,
     drop_path: Annotated[float, option("Drop path rate (stochastic depth) of the last block.")] = 0.0,
     img_size: Side = None,
@@ -49,7 +49,7 @@ def train(
     """Train or fine-tune a model on labeled images. Prints and plots loss and validation accuracy of each epoch.
 
     Default epochs, batch size and lr: 60, 32 and 2e-3 for vit_micro_patch7_28; 5, 128 and 5e-3 for vit_mnist; 10, 64
-    and 5e-4 for other models. The first two models also have other defaults for --set.
+    and 5e-4 for other models. The first two models also have their own defaults for --set.
     """
     import torch
 
