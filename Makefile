@@ -1,4 +1,4 @@
-# Each target creates what it needs: a virtual environment with the versions in constraints.txt.
+# Most targets first create a virtual environment with the versions in constraints.txt.
 #   make bench       measure the throughput of a ViT on a real image; writes a table and a plot
 #   make test        run the fast tests: less than five minutes on two idle cores (GPU tests are skipped without a GPU)
 #   make test-full   run all tests; make test-changed: only those that the changed folders require
@@ -33,8 +33,8 @@ test-full: $(READY)
 test-changed: $(READY)
 	JOBS=$(JOBS) $(BIN)/python tests/changed.py $(ARGS)
 
-# Runs the kernel tests on the PTX emulator. Every architecture runs the cases of `make test` and a share of the others;
-# together they run all. SEED changes the shares and the random schedules; a failure prints how to repeat it.
+# Runs the kernel tests on the PTX emulator. Each architecture runs the cases of `make test` and a part of the other
+# cases; together, the architectures run all. SEED changes the parts and the random schedules.
 # ARGS=--slow runs all cases on every architecture.
 ARCHS ?= sm_80 sm_86 sm_89 sm_90 sm_120
 SEED  ?= 1

@@ -3,11 +3,11 @@
     python -m vit_fast.benchmarks.gpu_check --out DIR [--parts attention,models]
     python -m vit_fast.benchmarks.gpu_check --dry-run
 
-Needs torch, triton, numpy, pillow, matplotlib, pytest and hypothesis. The printed tables name the candidates whose
-libraries are not installed. A job is a run of pytest, or some run configurations of `vit-fast bench`. The most
-important jobs come first. Each runs in its own process, so that a failure does not stop the others, and is skipped if
-its time limit exceeds the time left. DIR/summary.json is updated after each job. DIR/JOB contains its records, which
-`vit-fast report DIR/*/*/` writes to an HTML page.
+Requires torch, triton, numpy, pillow, matplotlib, pytest and hypothesis; skips other libraries that are not installed.
+
+A job runs pytest, or some run configurations of `vit-fast bench`, in a separate process. The most important jobs come
+first. A job is skipped if its time limit exceeds the time left. DIR/summary.json contains the outcome of each job, and
+DIR/JOB the records. Run `vit-fast report DIR/*/*/` to write an HTML page of the records.
 """
 
 from __future__ import annotations
@@ -192,7 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the jobs; returns the number of those that failed or gave an incorrect output."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the records")
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of these, separated by commas: %(default)s")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help="parts to run, separated by commas (default: %(default)s)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only print the jobs and their time limits")
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
@@ -201,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [job for job in JOBS if job.part in parts]
     if options.dry_run:
         print(f"{'job':40s} limit", *(f"{job.name:40s} {job.limit_s:4.0f} s" for job in chosen), sep="\n")
-        print(f"ends after {TOTAL_SECONDS} s; a job whose limit is longer than the time left is skipped")
+        print(f"ends after {TOTAL_SECONDS} s; a job is skipped if its limit exceeds the time left")
         return 0
     if options.out is None:
         parser.error("pass --out FOLDER")

@@ -142,7 +142,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("show", *rotary, "--out", str(tmp_path / "rotary")) == 0
     assert [path.name for path in (tmp_path / "rotary").iterdir()] == ["rollout.png"]
     assert "skipped positions: " in capsys.readouterr().err
-    with pytest.raises(UnsupportedInputError, match="must be a PyTorch model with parameters, got none"):
+    with pytest.raises(UnsupportedInputError, match="the model must have parameters, got none"):
         figures.open_image(nn.Identity(), data_config=DataConfig(), image_hw=(32, 32), in_chans=3)  # as for FILE.onnx
     for options, message in (
         (("--figures", "colors"), "--figures must be among patches"),

@@ -29,7 +29,7 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
     if model_name is not None:
         model = create_model(model_name, weights=weights, backend=backend)
     elif (source := open_source(weights)).config is None:
-        raise ValueError(f"{weights}: has no config: pass the name of the model with --model")
+        raise ValueError(f"{weights}: must contain a config: pass a name of `vit-fast models` with --model")
     else:
         model = load(source, backend=backend)
     if model.config.global_pool == "":
@@ -42,12 +42,12 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
 def class_names_for(count: int, given: Sequence[str] | None, known: Sequence[str] | None) -> Sequence[str]:
     """Returns the given names, otherwise the names stored with the weights, otherwise "class 0", "class 1", ..."""
     if given is not None and len(given) != count:
-        raise ValueError(f"the model has {count} classes, got {len(given)} names (of --classes or the first model)")
+        raise ValueError(f"the model requires {count} class names, got {len(given)} from --classes or the first model")
     return given or known or [f"class {i}" for i in range(count)]
 
 
 def read_class_names(path: Path) -> list[str]:
-    """Reads class names from a text file (one per line) or from JSON (a list, or an object from index to name)."""
+    """Reads class names from a text file, one per line, or from .json: a list, or an object from index to name."""
     is_json = path.suffix.lower() == ".json"
     try:
         text = path.read_text(encoding="utf-8")
@@ -71,8 +71,8 @@ def rows(
 ) -> Generator[dict[str, Any]]:
     """Yields one row per file, in the order of `files`.
 
-    A row contains path, label, index, probability, `probabilities` (softmax in fp64) and `embedding` (the input of the
-    head), the last two as arrays. The row of an unreadable image contains only path and error.
+    A row contains path, label, index and probability of the predicted class, and two arrays: fp64 `probabilities`, and
+    fp32 `embedding`, the input of the head. The row of an unreadable image contains only path and error.
     """
     parameter = next(model.parameters())
     transform = make_transform(model.data_config, model.config.image_hw, model.config.in_chans)
@@ -113,8 +113,8 @@ def _read(
 def labeled_images(folder: Path, classes: int, class_names: Sequence[str] | None) -> list[tuple[Path, int]]:
     """Returns the images of a folder with one subfolder per class, each with the index of its class.
 
-    A subfolder's name is the name of a class, or its index. With other names, such as ImageNet's n01440764, there must
-    be one subfolder per class; their alphabetical order gives the index.
+    Subfolders are named after classes or class indices. If a subfolder has another name, e.g. ImageNet's n01440764,
+    there must be one subfolder per class, in the alphabetical order of the indices.
     """
     images = ImageFolder(folder)
     names, known = images.class_names, {name: i for i, name in enumerate(class_names or ())}
@@ -126,7 +126,7 @@ def labeled_images(folder: Path, classes: int, class_names: Sequence[str] | None
     elif len(names) != classes:
         strangers = ", ".join([repr(name) for name in names if name not in known][:5])
         raise ValueError(
-            f"{folder}: must have subfolders named after classes or their indices, or one subfolder per class "
+            f"{folder}: must have subfolders named after classes or class indices, or one subfolder per class "
             f"({classes}), got {len(names)}, among them {strangers}"
         )
     return [(file, indices[label]) for file, label in images.files]
@@ -138,7 +138,7 @@ class Evaluation:
 
     files: list[Path]
     labels: np.ndarray  # [N]
-    predicted: np.ndarray  # the most probable classes [N, min(5, classes)], in descending order
+    predicted: np.ndarray  # indices of the most probable classes [N, min(5, classes)], best first
     probabilities: np.ndarray  # of `predicted`
     classes: int
 
@@ -158,7 +158,7 @@ class Evaluation:
         return counts
 
     def by_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns a row per class: name, number of images, top-1 accuracy, and the most frequent incorrect class."""
+        """Returns a row per class with images: name, count, top-1 accuracy, and the most frequent incorrect class."""
         rows = []
         for index, counts in enumerate(self.confusion):
             if total := int(counts.sum()):
@@ -174,7 +174,7 @@ class Evaluation:
                 "image": str(self.files[i]),
                 "class": names[self.labels[i]],
                 "predicted": names[self.predicted[i, 0]],
-                "answer": names[self.predicted[i, 0]],  # former name of "predicted", for existing readers
+                "answer": names[self.predicted[i, 0]],  # old name of "predicted"; existing programs read it
                 "probability": float(self.probabilities[i, 0]),
                 "against": names[other.predicted[i, 0]],
                 "against_probability": float(other.probabilities[i, 0]),
@@ -184,7 +184,7 @@ class Evaluation:
 
 
 def evaluate(labeled: Sequence[tuple[Path, int]], rows: Iterable[Sequence[float] | np.ndarray]) -> Evaluation:
-    """Collects the outputs of a classifier: probabilities (or logits) of all classes per image, in the same order."""
+    """Collects a classifier's probabilities of all classes, one row per image, in the order of `labeled`."""
     predicted, probabilities, classes = [], [], 0
     for row in rows:
         values = np.asarray(row, np.float64)
@@ -199,7 +199,7 @@ def evaluate(labeled: Sequence[tuple[Path, int]], rows: Iterable[Sequence[float]
 
 
 def draw_confusion(evaluation: Evaluation, names: Sequence[str], path: Path) -> None:
-    """Draws the confusion matrix, normalized by row; up to 40 classes also show counts."""
+    """Draws the confusion matrix, normalized by row. With at most 40 classes, also writes names and counts."""
     from matplotlib.figure import Figure
 
     counts = evaluation.confusion

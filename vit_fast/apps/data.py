@@ -1,4 +1,4 @@
-"""Finds, reads and preprocesses images: the result equals timm's evaluation transform, without torchvision."""
+"""Finds, reads and preprocesses images like timm's evaluation transform, without torchvision."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..model import VisionTransformer
 
 CALIBRATION_IMAGES = 32
-MIN_CROP_SHARE = 0.4  # side of a random crop, relative to the image
+MIN_CROP_SHARE = 0.4  # smallest side of a random crop, relative to the image
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
 
 # Exceptions that Pillow's decoders raise for damaged files.
@@ -34,7 +34,7 @@ _DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeE
 
 
 class ImageError(VitFastError, ValueError):
-    """An image cannot be found or read; the message contains path and reason."""
+    """An image cannot be found, read or preprocessed; the message contains the reason."""
 
 
 class ReaderLostError(VitFastError, RuntimeError):
@@ -49,7 +49,7 @@ def batches_of(loader: DataLoader[Any]) -> Generator[Any]:
         signal.signal(signal.SIGCHLD, handler)  # torch's handler may raise at any time, e.g. while the caller writes
     try:
         yield from batches
-    except (RuntimeError, ConnectionError, EOFError) as error:  # the last two if the pipe closes before the exit
+    except (RuntimeError, ConnectionError, EOFError) as error:  # the last two: the worker's pipe closed before its exit
         if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
             raise
         raise ReaderLostError(f"a worker that reads images was lost: {str(error).strip()}") from None
@@ -66,10 +66,10 @@ def sample_image() -> Path:
 
 
 def find_images(paths: Iterable[str | Path]) -> list[Path]:
-    """Returns image files: each given file, and the files with an image suffix in each given folder, sorted."""
+    """Returns the given files, and the image files in the given folders and their subfolders, sorted per folder."""
     if isinstance(paths, str | Path):
-        raise TypeError(f"paths must be a list, got {str(paths)!r}; pass [{str(paths)!r}]")
-    check_type("images", paths, Iterable)
+        raise TypeError(f"image paths must be a list, got {str(paths)!r}; pass [{str(paths)!r}]")
+    check_type("image paths", paths, Iterable)
     found: list[Path] = []
     problems: list[str] = []
     for given in paths:
@@ -92,7 +92,7 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
 def read_image(path: str | Path) -> Image.Image:
     """Reads an image file as 8-bit RGB and applies its EXIF orientation.
 
-    Repeats gray values in three channels, keeps the upper 8 of 16 bits, and drops alpha, like timm and torchvision.
+    Repeats gray values in three channels, keeps the upper 8 of 16 bits, and drops alpha.
     """
     path = Path(path)
     if not path.is_file():
@@ -123,7 +123,7 @@ def read_image(path: str | Path) -> Image.Image:
 def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -> Callable[[Image.Image], Tensor]:
     """Builds timm's evaluation transform: resize, center crop, scale to [0, 1], normalize.
 
-    For one input channel, averages a mean and standard deviation of three channels.
+    For one input channel, averages the three values of the mean, and of the standard deviation.
     """
     if in_chans not in (1, 3):
         raise ValueError(f"in_chans must be 1 (gray) or 3 (RGB) for image files, got {in_chans}")
@@ -147,7 +147,7 @@ def _transform(image: Image.Image, data_config: DataConfig, image_hw: Size, mean
             hw = round(image.height / ratio), round(image.width / ratio)
     if hw[0] * hw[1] > (Image.MAX_IMAGE_PIXELS or math.inf):
         size, resized = f"{image.height}x{image.width}", f"{hw[0]}x{hw[1]}"
-        raise ImageError(f"the aspect ratio of the image is too large: {size} would be resized to {resized}")
+        raise ImageError(f"the aspect ratio is too large: {size} would be resized to {resized} pixels")
     image = image.resize((hw[1], hw[0]), Image.Resampling[data_config.interpolation.upper()])
     top, left = round((hw[0] - height) / 2.0), round((hw[1] - width) / 2.0)
     image = image.crop((left, top, left + width, top + height))
@@ -170,7 +170,7 @@ class ImageFolder:
     def __init__(self, folder: str | Path) -> None:
         names = sorted(p.name for p in Path(folder).iterdir() if p.is_dir())
         if len(names) < 2:
-            raise ImageError(f"{folder}: must be a folder with one subfolder per class, for at least two classes")
+            raise ImageError(f"{folder}: must contain at least two subfolders, one per class, got {len(names)}")
         self.class_names = tuple(names)
         self.files = [(file, label) for label, name in enumerate(names) for file in find_images([Path(folder, name)])]
 
@@ -183,7 +183,7 @@ class ImageFolder:
 
 
 def load_images(paths: Sequence[str | Path], model: VisionTransformer) -> Tensor:
-    """Loads and preprocesses image files and folders for a model: [B, in_chans, height, width], float32, on the CPU."""
+    """Loads image files and folders as inputs of a model: fp32 [B, in_chans, height, width], on the CPU."""
     images = [read_image(file) for file in find_images(paths)]
     if not images:
         raise ValueError("paths must contain at least one image or folder, got none")
@@ -191,9 +191,9 @@ def load_images(paths: Sequence[str | Path], model: VisionTransformer) -> Tensor
 
 
 def read_images(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -> list[Image.Image]:
-    """Reads `count` images: evenly spaced files, or all files and random crops of them if there are fewer.
+    """Reads `count` evenly spaced files. If there are fewer files, also returns random crops of their images.
 
-    Evenly spaced, because the first files might all be of one class. `paths` None means matplotlib's sample image.
+    The files are evenly spaced, because the first files might all be of one class. None: matplotlib's sample image.
     """
     files = find_images([sample_image()] if paths is None else paths)
     if not files:
@@ -224,7 +224,7 @@ def random_crop(image: Image.Image, generator: np.random.Generator) -> Image.Ima
 
 
 def as_inputs(images: Sequence[Image.Image], data_config: DataConfig | None, image_hw: Size, in_chans: int) -> Tensor:
-    """Applies make_transform: [B, in_chans, height, width] fp32; more than three channels repeat RGB."""
+    """Returns transformed images, fp32 [B, in_chans, height, width]; more than three channels repeat RGB."""
     colors = in_chans if in_chans in (1, 3) else 3
     transform = make_transform(data_config or DataConfig(), image_hw, colors)
     planes = torch.stack([transform(image) for image in images])
@@ -232,7 +232,7 @@ def as_inputs(images: Sequence[Image.Image], data_config: DataConfig | None, ima
 
 
 def as_pixels(image: Image.Image, count: int, in_chans: int) -> np.ndarray:
-    """Returns random crops of one image, resized to equal size: uint8 [count, height, width, in_chans]."""
+    """Returns random crops of one image, resized to the same size: uint8 [count, height, width, in_chans]."""
     image, generator = image.convert("L" if in_chans == 1 else "RGB"), np.random.default_rng(0)
     width, height = (max(1, side * 3 // 4) for side in image.size)
     crops = [np.asarray(random_crop(image, generator).resize((width, height))) for _ in range(count)]

@@ -31,12 +31,12 @@ LabeledImages = ImageFolder | Sequence[tuple[Image.Image, int]]
 
 
 class TrainingData(NamedTuple):
-    """Training and validation images, each a Pillow image with the index of its class."""
+    """Training and validation images: pairs of a Pillow image and the index of its class."""
 
     train: LabeledImages
     held_out: LabeledImages | None
     class_names: tuple[str, ...]
-    mirrored: bool = True  # a flipped image belongs to the same class, which is not true for digits
+    mirrored: bool = True  # a flipped image belongs to the same class, unlike a digit
 
 
 def open_data(path: str | Path | None = None, validation: str | Path | None = None) -> TrainingData:
@@ -44,8 +44,8 @@ def open_data(path: str | Path | None = None, validation: str | Path | None = No
 
     Args:
         path: A folder with one subfolder of images per class, or the folder into which torchvision downloaded MNIST,
-            FashionMNIST or CIFAR10. None means the bundled digits. All except image folders contain a test set.
-        validation: A folder of images with the same classes, to measure the accuracy.
+            FashionMNIST or CIFAR10. None means the bundled digits.
+        validation: A folder of validation images with the same subfolders. Other data contain a test set.
     Raises:
         ImageError: path has another structure, or a file is damaged.
         MissingPackageError: the data need torchvision, which is not installed.
@@ -61,7 +61,7 @@ def open_data(path: str | Path | None = None, validation: str | Path | None = No
     ]
     if len(found) > 1:
         names = ", ".join(name for name, _ in found)
-        raise ImageError(f"{path}: must contain one torchvision data set, got {names}: pass the folder of one")
+        raise ImageError(f"{path}: must contain one torchvision data set, got {names}: pass the folder of one data set")
     if path is not None and not found:
         train, held_out = ImageFolder(path), None if validation is None else ImageFolder(validation)
         if held_out is not None and held_out.class_names != train.class_names:
@@ -69,7 +69,7 @@ def open_data(path: str | Path | None = None, validation: str | Path | None = No
             raise ValueError(f"validation images must have {classes}")
         return TrainingData(train, held_out, train.class_names)
     if validation is not None:
-        raise ValueError(f"--validation must be absent for data that contain a test set, got {validation}")
+        raise ValueError(f"validation images must be absent for data with a test set, got {validation}")
     if found:
         return _of_torchvision(*found[0])
     with np.load(Path(__file__).with_name("digits.npz")) as arrays:
@@ -99,11 +99,10 @@ def _of_torchvision(name: str, root: Path) -> TrainingData:
 
 
 class PreparedImages(Dataset[tuple[Tensor, int]]):
-    """Labeled images as inputs of a model, with augmentation that depends only on seed, epoch and index.
+    """Labeled images as inputs of a model. The augmentation depends only on seed, epoch and index.
 
-    `augment` flips image files, and crops them at random like torchvision's RandomResizedCrop, to 35 to 100 % of the
-    area and aspect ratios from 3:4 to 4:3. It shifts other images by up to an eighth of the side, and flips them if
-    `mirror` is True.
+    `augment` crops image files at random like torchvision's RandomResizedCrop: 35 to 100 % of the area, aspect ratios
+    from 3:4 to 4:3. Other images are shifted by up to an eighth of the side. `mirror` flips half of the images.
     """
 
     def __init__(

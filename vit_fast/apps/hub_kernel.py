@@ -5,8 +5,7 @@
     build/torch-universal/metadata.json    name, version, license, dependencies
     README.md                              model card
 
-Triton compiles the kernels at the first launch. A process may load several versions and vit_fast itself, so each build
-registers its operators under its own namespace.
+Each build registers its operators in a separate namespace, because a process may load several builds and vit_fast.
 Layout: https://huggingface.co/docs/kernels/kernel-requirements; tested with `kernels` 0.17.
 """
 
@@ -20,7 +19,7 @@ from pathlib import Path
 from ..files import check_new_folder, folder_aside
 
 PACKAGE = Path(__file__).resolve().parents[1]
-MODULES = ("accuracy", "config", "errors", "layers", "positions")  # which the folders import
+MODULES = ("accuracy", "config", "errors", "layers", "positions")  # that these folders import
 NAME = "vit-fast-kernels"
 VERSION = 1  # of the interface; the Hub has one branch per version
 VARIANT = Path("build") / "torch-universal"
@@ -28,7 +27,7 @@ NAMESPACES = r'vit_fast::|torch\.ops\.vit_fast|Library\("vit_fast"'  # the opera
 
 INIT = '''"""Fused attention and LayerNorm + MLP for Vision Transformers, in Triton, with gradients.
 
-Needs torch 2.11 and triton 3.6 or newer. backend="triton" requires the kernels; "auto" selects them on a CUDA device of
+Requires torch 2.11 and triton 3.6 or newer. backend="auto" selects the kernels for fp16 and bf16 on a CUDA device of
 compute capability 8.0 or higher.
 """
 

@@ -1,7 +1,7 @@
 """Classifies many images and writes one Parquet file; an interrupted run can be resumed.
 
 A run writes one file per PART images into OUT.parts, atomically. A resumed run reuses these files. At the end, the run
-merges and removes them. Local runs and runs on a cluster can resume each other.
+merges and removes these files. A local run can be resumed on a cluster, and vice versa.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def predict_to_parquet(
     device: str = "auto",
     on_part: Callable[[int], None] = lambda images: None,
 ) -> Predicted:
-    """Writes one row per image: path, label, probability, index, probabilities, embedding, error.
+    """Writes a Parquet file of one row per image: path, label, index, probability, probabilities, embedding, error.
 
     The row of an unreadable image contains only path and error. The embedding is the input of the head.
 
@@ -79,10 +79,9 @@ def predict_to_parquet(
         A summary.
     Raises:
         MissingPackageError: pyarrow is not installed, or Ray with engine="ray".
-        PredictionError: OUT.parts belongs to another run, workers died repeatedly at the same images, the cluster
-            failed, or with Ray, the logits of an image are not finite. Finished parts remain.
-        ValueError: the logits of an image are not finite (without Ray), a file is given twice, or engine, device or
-            workers are invalid.
+        PredictionError: OUT.parts belongs to another run, workers died repeatedly at the same images, or a task of the
+            cluster failed. Finished parts remain.
+        ValueError: the logits of an image are not finite, a file is given twice, or another argument is invalid.
         OSError: the file cannot be written.
     """
     if importlib.util.find_spec("pyarrow") is None:
@@ -177,7 +176,7 @@ def _rows_by_ray(
     if importlib.util.find_spec("ray") is None:
         raise MissingPackageError("ray not installed: pip install 'vit-fast[ray]'")
     if device not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)} with engine='ray', got {device!r}")
+        raise ValueError(f"device must be one of {', '.join(DEVICES)} with engine ray, got {device!r}")
     import ray
     import ray.exceptions
 

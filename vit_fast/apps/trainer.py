@@ -1,4 +1,4 @@
-"""Trainer, which runs training steps, its settings, and the processes of distributed training."""
+"""Training steps (class Trainer), their settings, and the processes of distributed training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..model import Block, VisionTransformer
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Training settings; an invalid field raises ValueError or TypeError.
+    """Training settings. An invalid field raises ValueError or TypeError.
 
     0 disables weight decay, warm-up, mixup and other optional settings.
     """
@@ -32,7 +32,7 @@ class TrainConfig:
     epochs: int = 10
     batch_size: int = 64  # images per step, summed over all processes; the last batch of an epoch may be smaller
     lr: float = 5e-4  # learning rate at the end of the warm-up
-    weight_decay: float = 0.05  # AdamW's, of matrices; biases, norms, LayerScale, tokens and positions have none
+    weight_decay: float = 0.05  # of AdamW; biases, norms, LayerScale, tokens and positions have none
     warmup_epochs: float = 1.0  # epochs of linear warm-up
     schedule: Literal["cosine", "constant"] = "cosine"  # after the warm-up, lr decays to 0 or is constant
     # Multiplies the learning rate of each block relative to the next one (BEiT, arXiv 2106.08254). The head has the
@@ -40,16 +40,16 @@ class TrainConfig:
     layer_decay: float = 1.0
     label_smoothing: float = 0.0
     mixup: float = 0.0  # alpha of the Beta distribution (arXiv 1710.09412)
-    max_grad_norm: float = 1.0  # for gradient clipping
+    max_grad_norm: float = 1.0  # gradients with a larger norm are clipped
     # Decay of the exponential moving average of the weights, at most (1 + step) / (10 + step). The averaged weights are
     # evaluated and saved.
     ema_decay: float = 0.0
-    accumulation: int = 1  # gradient accumulation steps into which a batch is split, to reduce memory
-    # Stops after this number of epochs without a better validation accuracy, and saves the weights of the best epoch.
+    accumulation: int = 1  # parts of a batch, whose gradients are accumulated to reduce memory
+    # Stops after this number of epochs without a better validation accuracy. The weights of the best epoch are saved.
     patience: int = 0
     dtype: Literal["fp32", "bf16"] = "fp32"  # autocast dtype of the forward pass; "fp32" means no autocast
     grad_checkpointing: bool = False  # recomputes blocks in the backward pass instead of storing their activations
-    augment: bool = True  # augments the images, see PreparedImages; False applies the evaluation transform
+    augment: bool = True  # augments the images; False applies the evaluation transform
     seed: int = 0  # of shuffling, augmentation, mixup, dropout and drop path
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ def joined(strategy: str) -> Iterator[Processes]:
 
 
 class Measure(NamedTuple):
-    """Mean cross entropy over `seen` images, and the number of correctly classified ones."""
+    """Mean cross entropy over `seen` images, and the number of correctly classified images."""
 
     loss: float
     correct: int
@@ -125,7 +125,7 @@ class Measure(NamedTuple):
 class Trainer:
     """Trains a model in place on its device: optimizer, learning rate schedule and averaged weights.
 
-    With several processes, each calls the same methods on its own copy of the model.
+    With several processes, every process creates a Trainer and calls the same methods.
     """
 
     def __init__(
@@ -158,9 +158,9 @@ class Trainer:
         self.model.train()
         images, labels = images.to(device), labels.to(device)
         targets = labels
-        if config.mixup:  # of the batch with its reversal
+        if config.mixup:  # mixes the batch with the reversed batch
             share = torch.distributions.Beta(config.mixup, config.mixup).sample().item()
-            share = max(share, 1 - share)  # accuracy counts the label with the larger share
+            share = max(share, 1 - share)  # for the accuracy, the label is that of the larger share
             targets = F.one_hot(labels, self.model.num_classes).float()
             images, targets = (share * each + (1 - share) * each.flip(0) for each in (images, targets))
         found = torch.zeros(3, dtype=torch.float64, device=device)
@@ -235,7 +235,7 @@ def _counts(loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
 def parameter_groups(model: VisionTransformer, config: TrainConfig) -> list[dict[str, Any]]:
     """Returns the optimizer's parameter groups. Vectors and model.no_weight_decay() have no weight decay.
 
-    With layer_decay, the embedding is layer 0, block i is layer i + 1, and the modules after the blocks are the last.
+    With layer_decay, the embedding is layer 0, block i is layer i + 1, and the rest is the last layer.
     """
     exempt, last = model.no_weight_decay(), len(model.blocks) + 1
     groups: dict[tuple[int, bool], list[nn.Parameter]] = {}

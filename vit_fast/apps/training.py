@@ -1,7 +1,7 @@
 """Trains a VisionTransformer, and writes checkpoint, log and weights after every epoch.
 
-On a CPU, a resumed run gives bitwise identical results. Random numbers depend only on seed, epoch, image and rank, so a
-run can be repeated, resumed, and compared step by step between backends.
+On a CPU, a resumed run gives bitwise the same weights as an uninterrupted run. Random numbers depend only on seed,
+epoch, image and rank, so that runs of several backends can be compared step by step.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] = ()) -> TrainConfig:
-    """Returns the recipe of a variant with changed fields."""
+    """Returns the recipe of a variant, changed by `given` and by `settings` (NAME=VALUE)."""
     fields = {name: value for name, value in given.items() if value is not None}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals or name in fields:
-            raise ValueError(f"--set must be NAME=VALUE, once per name, got {setting}")
+            raise ValueError(f"--set must be NAME=VALUE, and NAME must be set once, got {setting}")
         try:
             fields[name] = json.loads(text)
         except ValueError:
@@ -78,25 +78,24 @@ def train(
     """Trains a model, and writes model.safetensors, checkpoint.pth and log.jsonl after each epoch.
 
     Args:
-        model: A model with one output per class of the data. Gets the data's class names, and finally the weights of
-            model.safetensors.
+        model: A model with one output per class of the data. After training, it has the data's class names and the
+            weights of model.safetensors.
         data: See open_data.
-        out: Output folder, created if missing. Without `resume`, it must not contain a run.
+        out: Output folder, created if missing. Without `resume`, the folder must not contain a run.
         config: Settings.
-        resume: True continues after the last finished epoch in out.
+        resume: Continue after the last finished epoch in `out`.
         workers: Additional processes that read images.
-        processes: Processes of distributed training. Each gets a share of every batch; rank 0 writes the files.
-        on_step: Called with epoch, step, steps per epoch, and measure.
+        processes: Processes of distributed training. Each process gets a part of every batch; rank 0 writes the files.
+        on_step: Called with epoch, step, steps per epoch, and the Measure of the step.
         on_epoch: Called with each new row of the log.
     Returns:
-        One row per epoch: epoch, loss and train_accuracy (running means over the epoch), lr at its end, and
-        held_out_loss and accuracy, which are None without validation images.
+        One row per epoch: epoch, loss, train_accuracy, lr, held_out_loss, accuracy. The training metrics are means over
+        the epoch. held_out_loss and accuracy are of the validation images; None without them.
     Raises:
         ImageError: an image cannot be read.
         TrainingError: out contains another run, or the loss is not finite.
         ReaderLostError: a worker was killed; resume the run.
-        ValueError: model and data have different numbers of classes, the model does not pool, or a setting does not
-            fit the data or the number of processes.
+        ValueError: model and data have different numbers of classes, the model does not pool, or a setting is invalid.
     """
     if (classes := model.config.num_classes) != (labels := len(data.class_names)):
         raise ValueError(f"model and data must have the same number of classes, got {classes} and {labels}")
@@ -117,7 +116,7 @@ def train(
     trainer = Trainer(model, config, config.epochs * steps, round(config.warmup_epochs * steps), processes)
     rows: list[Row] = _resume(out, trainer, about) if resume else []
     if not resume and (there := [name for name in (CHECKPOINT, LOG, WEIGHTS) if (out / name).exists()]):
-        raise TrainingError(f"{out}: contains {', '.join(there)} of an earlier run: pass --resume, or another folder")
+        raise TrainingError(f"{out}: contains {', '.join(there)} of an earlier run: resume it, or use another folder")
     processes.wait()  # before the first process writes
     check_replaceable(out / CHECKPOINT)
     for epoch in range(len(rows), config.epochs):
@@ -180,7 +179,7 @@ def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
         advice = "use the same settings, or another folder"
         raise TrainingError(f"{path}: belongs to a run with other settings: {different}: {advice}")
     if state["model"].keys() != trainer.model.state_dict().keys():
-        raise TrainingError(f"{path}: does not fit this model: its tensors have other names")
+        raise TrainingError(f"{path}: does not fit this model: the checkpoint has other tensors")
     try:
         if trainer.averages:
             set_model_state_dict(trainer.model, state["average"], options=_WHOLE)

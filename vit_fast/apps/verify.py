@@ -21,8 +21,8 @@ Case = tuple[str, Callable[..., Tensor], list[Tensor]]  # name, function, and it
 def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | None = None) -> dict[str, Any]:
     """Compares backends with the fp64 reference on this machine.
 
-    Returns device, interpreted, and rows. A row is the result of one case, an operator or a model with its shape, in
-    one dtype; `ratio` is its error divided by eager's error, or None if eager is exact.
+    Returns device, interpreted, and rows. A row is the result of one operator or model, shape and dtype. Its `ratio` is
+    the error divided by eager's error, or None if eager is exact.
     """
     if not backends:
         raise ValueError("backends must contain at least one backend, got none")
@@ -42,7 +42,7 @@ def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | N
 
 
 def _rows(case: Case, backend: str, dtype_name: str) -> Iterator[dict[str, Any]]:
-    """Yields the result of a case, and of the gradient of its first input unless it is a model."""
+    """Yields the result of a case and, for an operator, of the gradient of its first input."""
     name, function, inputs = case
     dtype, problem, runs = _DTYPES[dtype_name], None, []
     titles = (name,) if name.startswith("VisionTransformer") else (name, f"{name} gradient")
@@ -52,10 +52,10 @@ def _rows(case: Case, backend: str, dtype_name: str) -> Iterator[dict[str, Any]]
             with torch.set_grad_enabled(len(titles) == 2):
                 out = function(first.requires_grad_(len(titles) == 2), *others, backend=on)
             runs.append([out.detach(), *(torch.autograd.grad(out.square().sum(), first) if out.requires_grad else ())])
-    except Exception as error:  # report the failure in a row and continue with the other cases
+    except Exception as error:  # a failed case gives a row; the next cases still run
         problem = f"{type(error).__name__}: {error}"
     for i, title in enumerate(titles):
-        # "subject" is the former name of "case", for existing readers
+        # "subject" is the old name of "case"; existing programs read it
         row: dict[str, Any] = {"subject": title, "case": title, "backend": backend, "dtype": dtype_name}
         row |= dict.fromkeys(("error", "eager_error", "allowed", "ratio")) | {"problem": problem, "passed": False}
         if problem is None:

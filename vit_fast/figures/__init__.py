@@ -4,9 +4,9 @@
 
     figures.attention(model, "cat.jpg", blocks=[0, -1]).savefig("attention.png")
 
-The functions support each model that `vit_fast.fuse` supports, and do not change it. They need no display.
+The functions support the models that `vit_fast.fuse` supports, and do not change them. No display is needed.
 
-A copy of the model is fused with backend "sdpa", so that the attention of every library calls torch's function. The
+A copy of the model is fused with backend "sdpa", so that its attention calls `F.scaled_dot_product_attention`. The
 output shape of the patch embedding's convolution determines which tokens are patches.
 """
 
@@ -105,7 +105,7 @@ def _attention_weights(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *args: Any,
     **kwargs: Any
 ) -> Tensor:  # fmt: skip
-    """Returns attention weights [B, H, N_q, N_kv]: the output of torch's function with the identity as value."""
+    """Returns attention weights [B, H, N_q, N_kv]: attention with the identity as value."""
     identity = torch.eye(key.shape[-2], device=key.device).expand(*key.shape[:-1], -1)
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.float()
@@ -117,7 +117,7 @@ def record_activations(model: nn.Module, images: Tensor) -> Activations:
     """Runs a copy of a model on images and records attention weights and features.
 
     Args:
-        model: A model that `vit_fast.fuse` supports; it does not change.
+        model: A model that `vit_fast.fuse` supports. The model does not change.
         images: Inputs of the model [B, channels, height, width].
     Raises:
         UnsupportedInputError: the model has no supported attention, or no patch embedding that matches its tokens.
@@ -167,14 +167,14 @@ def open_image(
         in_chans: 3 (RGB) or 1 (gray); None means the model's.
     Raises:
         ImageError: the file is missing or not an image.
-        UnsupportedInputError: a value is None, and the model is not of a supported library; or it has no parameters.
+        UnsupportedInputError: the model has no parameters, or an argument is None and the model's library is unknown.
     """
     if image_hw is None or data_config is None or in_chans is None:
         known = recognize(model)
         image_hw, data_config = image_hw or known.image_hw, data_config or known.data_config or DataConfig()
         in_chans = in_chans or known.in_chans
     if (parameter := next(model.parameters(), None)) is None:
-        reason = "it must be a PyTorch model with parameters, got none"
+        reason = "the model must have parameters, got none"
         raise UnsupportedInputError(f"figures of a {type(model).__name__}", [reason])
     image = image if isinstance(image, Image.Image) else read_image(sample_image() if image is None else image)
     prepared = make_transform(data_config, image_hw, in_chans)(image)
@@ -332,7 +332,7 @@ def _of_class_token(values: Tensor, activations: Activations) -> Tensor:
 def _drawn(
     title: str, images: Mapping[str, Any], columns: int = 1, over: ModelImage | None = None, **options: Any
 ) -> Figure:
-    """Draws images by name; with `over`, as heat maps over that image, or only that image for None."""
+    """Draws images by name. With `over`, draws heat maps over this image; a map of None shows only this image."""
     height, width = (next(iter(images.values())) if over is None else over.shown).shape[:2]
     rows, scale = math.ceil(len(images) / columns), max(1.6, 5.0 / columns) / max(height, width)  # inches per pixel
     label = 0.25 if columns > 1 else 0.0
