@@ -68,8 +68,8 @@ def sample_image() -> Path:
 def find_images(paths: Iterable[str | Path]) -> list[Path]:
     """Returns the given files, and the image files in the given folders and their subfolders, sorted per folder."""
     if isinstance(paths, str | Path):
-        raise TypeError(f"image paths must be a list, got {str(paths)!r}; pass [{str(paths)!r}]")
-    check_type("image paths", paths, Iterable)
+        raise TypeError(f"images must be a list, got {str(paths)!r}; pass [{str(paths)!r}]")
+    check_type("images", paths, Iterable)
     found: list[Path] = []
     problems: list[str] = []
     for given in paths:
