@@ -3,7 +3,7 @@
     python -m vit_fast.benchmarks.gpu_check --out DIR [--parts attention,models]
     python -m vit_fast.benchmarks.gpu_check --dry-run
 
-Requires torch, triton, numpy, pillow, matplotlib, pytest and hypothesis; skips other libraries that are not installed.
+Requires torch, triton, numpy, pillow, matplotlib, pytest and hypothesis. Skips candidates of other missing libraries.
 
 A job runs pytest, or some run configurations of `vit-fast bench`, in a separate process. The most important jobs come
 first. A job is skipped if its time limit exceeds the time left. DIR/summary.json contains the outcome of each job, and
