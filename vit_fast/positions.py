@@ -13,15 +13,15 @@ from .config import RopeConfig, Size
 
 
 def frequencies(count: int, temperature: float, like: Tensor) -> Tensor:
-    """Returns temperature^(-i / count) for i < count, with dtype and device of `like`."""
+    """Returns temperature^(-i / count) for i = 0, ..., count - 1, with the dtype and device of `like`."""
     return temperature ** (-torch.arange(count, dtype=like.dtype, device=like.device) / count)
 
 
 def fixed_pos_embed(kind: str, grid: Size, dim: int, device: torch.device | None = None) -> Tensor:
     """Returns the fixed position embedding [1, rows * columns, dim] of a patch grid, in fp32.
 
-    "sincos1d" numbers the patches in reading order; "sincos2d" encodes the row in one half of the channels and the
-    column in the other. Source: arXiv 1706.03762, section 3.5.
+    "sincos1d" encodes the number of the patch in reading order. "sincos2d" encodes the column in the first half of the
+    channels and the row in the second half. Source: arXiv 1706.03762, section 3.5.
     """
 
     def encode(count: int, width: int) -> Tensor:
@@ -37,7 +37,7 @@ def fixed_pos_embed(kind: str, grid: Size, dim: int, device: torch.device | None
 
 
 def resample_pos_embed(pos_embed: Tensor, old_grid: Size, new_grid: Size, num_prefix_tokens: int) -> Tensor:
-    """Interpolates the patches of a learned position embedding [1, prefix + old patches, C] (bicubic, in fp32)."""
+    """Interpolates the patch positions of a learned embedding [1, prefix + old patches, C] (bicubic, in fp32)."""
     is_known = all(type(size) is int for size in new_grid)  # comparing a symbolic size would specialize the graph
     if is_known and old_grid == new_grid:
         return pos_embed
@@ -51,8 +51,8 @@ def resample_pos_embed(pos_embed: Tensor, old_grid: Size, new_grid: Size, num_pr
 def rope_of(config: RopeConfig, grid: Size, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Returns cosines and sines [rows * columns, head_dim / 2] of the rotary embedding of a patch grid.
 
-    They are on the device of `like`, in fp64 if `like` is fp64, otherwise in fp32.
-    Source: RoFormer, arXiv 2104.09864; in two dimensions EVA-02, arXiv 2303.11331, and DINOv3, arXiv 2508.10104.
+    The tables are on the device of `like`, in fp64 if `like` is fp64, otherwise in fp32.
+    Sources: RoFormer (arXiv 2104.09864), and in two dimensions EVA-02 (2303.11331) and DINOv3 (2508.10104).
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     known = isinstance(grid[0], int) and isinstance(grid[1], int) and not torch.compiler.is_compiling()
@@ -61,9 +61,9 @@ def rope_of(config: RopeConfig, grid: Size, head_dim: int, like: Tensor) -> tupl
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """Rotates pairs (a, b) of the channels of x [..., D] to (a cos - b sin, b cos + a sin), in x.dtype.
+    """Rotates pairs (a, b) of channels of x [..., N, D] to (a cos - b sin, b cos + a sin); returns x's dtype.
 
-    Layout "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
+    cos and sin are [N, D/2]. Layout "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
     """
     a, b = (x[..., ::2], x[..., 1::2]) if layout == "interleaved" else x.chunk(2, -1)
     turned = a * cos - b * sin, b * cos + a * sin

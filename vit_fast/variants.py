@@ -47,7 +47,7 @@ _VARIANTS: dict[str, Variant] = {}
 
 
 def _add(data: DataConfig, *patterns: str, **fields: Any) -> None:
-    """Adds variants, e.g. vit_{tiny,small}_patch16_224; names give sizes of model, patch and image, unless given."""
+    """Adds variants, e.g. vit_{tiny,small}_patch16_224, with the sizes in their names; `fields` take precedence."""
     for name in itertools.chain.from_iterable(map(_expand, patterns)):
         shape = next((SIZES[word] for word in name.split("_") if word in SIZES), {})
         patch, img = re.search(r"patch(\d+)", name), re.search(r"_(\d+)$", name)
@@ -154,14 +154,14 @@ for _name, _width, _ratio in (("large", 1024, 2.75), ("huge", 1536, 2.6667), ("1
     _shape = {"embed_dim": _width, "num_heads": _width // 128, "mlp_ratio": _ratio}
     _add(OPENAI_FULL, f"aimv2_{_name}_patch14_" + "{224,336,448}", **AIMV2, **_shape)
 
-# Hybrids (section 3.1): tokens of 16 x 16 pixels, from a feature map of stride 16 (patch 1) or of stride 4 (patch 4).
+# Hybrids (arXiv 2010.11929, section 3.1): a token covers 16 x 16 pixels, i.e. 1 x 1 or 4 x 4 elements of a feature map.
 _add(INCEPTION, "vit_small_hybrid_patch1_224", stem_channels=(48, 96, 192, 384))
 _add(INCEPTION, "vit_base_hybrid_patch4_224", stem_channels=(64, 128))
 
-# For tests: every code path of a real model in less than a millisecond of GPU time.
+# A small model for tests.
 _add(INCEPTION, "vit_test", embed_dim=64, depth=2, num_heads=2, img_size=32, patch_size=8, num_classes=10)
 
-# The model of tutorials that build a ViT from scratch, and one for digits, with fewer learned parameters.
+# For images of digits: the model of tutorials that build a ViT from scratch, and a larger one.
 GRAY: dict[str, Any] = {"in_chans": 1, "num_classes": 10}
 _add(MNIST, "vit_mnist", **GRAY, img_size=28, patch_size=4, embed_dim=8, depth=2, num_heads=2, pos_embed="sincos1d")
 _add(

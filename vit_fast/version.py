@@ -86,20 +86,20 @@ def _commit() -> str | None:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Returns the memory of the device, or of this process on a CPU; None if unknown."""
+    """Returns the memory of a GPU, or the memory that this process may use on a CPU; None if unknown."""
     if device.type == "cuda":
         import torch
 
         return int(torch.cuda.get_device_properties(device).total_memory)
     found = None
-    with contextlib.suppress(ValueError, OSError):  # no such file, or "max"
+    with contextlib.suppress(ValueError, OSError):  # the file is missing or contains "max"
         found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         found = min(found, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return found
 
 
 def _output(command: list[str]) -> str | None:
-    """Returns the output of a command; None if there is no such command or it fails."""
+    """Returns the output of a command; None if the command is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -107,7 +107,7 @@ def _output(command: list[str]) -> str | None:
 
 
 def gpu_query(device: torch.device, fields: str) -> str | None:
-    """Asks nvidia-smi for fields of a GPU."""
+    """Returns fields of a GPU, separated by commas, from nvidia-smi; None if nvidia-smi is missing or fails."""
     import torch
 
     at: Any = torch.cuda.get_device_properties(device)

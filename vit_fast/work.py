@@ -1,7 +1,7 @@
 """Lower bounds on FLOP, memory traffic and time of a model at peak FLOP/s and memory bandwidth.
 
-Counts matmuls, convolutions and attention: 2 FLOP per multiply-add, and each operand and output once. Norms,
-activations and residuals can be fused.
+Counts matmuls, convolutions and attention: 2 FLOP per multiply-add, and one access per element of operands and
+outputs. Does not count norms, activations and residuals, because they can be fused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .config import ViTConfig
 
 @dataclass(frozen=True)
 class Work:
-    """FLOP and memory traffic in elements, which do not depend on the dtype."""
+    """FLOP, and memory traffic in elements instead of bytes, so that neither number depends on the dtype."""
 
     flop: int = 0
     elements: int = 0
@@ -37,7 +37,7 @@ class Work:
 
 
 def work(config: ViTConfig, batch: int) -> dict[str, Work]:
-    """Returns the work of a forward pass of a batch, by part of the model."""
+    """Returns the work of a forward pass with `batch` images, by part of the model."""
     B, C, F, N = batch, config.embed_dim, config.hidden_dim, config.seqlen
     M = B * N
     up = _linear(M, C, 2 * F if config.mlp_layer == "swiglu" else F)
@@ -87,7 +87,7 @@ def _head(config: ViTConfig, B: int) -> Iterator[Work]:
 
 
 class Counter(TorchDispatchMode):
-    """Context that counts the work of all operators with torch's FLOP formulas; does not support inference_mode."""
+    """Context that counts the work of operators that have a FLOP formula in torch; does not support inference_mode."""
 
     work = Work()
 

@@ -29,14 +29,14 @@ class LinearCalibration:
     """Calibration of one linear layer."""
 
     name: str  # the first name if several layers have the same input
-    method: str  # by which the range of the input was selected: "largest", "percentile ..." or "mean squared error"
+    method: str  # how the input range was selected: "largest", "percentile ..." or "mean squared error"
     smoothed: bool  # SmoothQuant moved the scale of large input channels into the weight
     error: float  # relative root mean square error of the layer's output in e4m3
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Result of `calibrate`; print it for a table."""
+    """Result of `calibrate`, which prints as a table."""
 
     images: int  #: Number of images.
     linears: tuple[LinearCalibration, ...]  #: Linear layers in the order of the model.
@@ -53,24 +53,23 @@ class Calibration:
 def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
     """Finds the scales that `fuse(model, precision="fp8")` needs, and stores them in the model.
 
-    Runs the model once on the images and observes the input of each linear layer, in all blocks that the kernels run
-    as a whole. Selects the range with the smallest error of the layer's output: by largest magnitude, percentiles or
-    mean squared error, with or without SmoothQuant.
+    Runs the model on the images and observes the input of each linear layer in the blocks that can run in FP8. For
+    each layer, selects the input range with the smallest error of the output, with or without SmoothQuant.
 
-    The scales are buffers of the blocks (`blocks.0.vit_fast_fp8.qkv` and so on). They are saved and loaded with the
-    weights, and valid for these weights only. `vit_fast.unfuse` removes them. Calibrating again replaces them, but not
+    The scales are buffers of the blocks, e.g. `blocks.0.vit_fast_fp8.qkv`, and part of the state_dict. They are valid
+    for the current weights only. `vit_fast.unfuse` removes the scales. Calibrating again replaces the scales, but not
     the choice of layers that stay in half precision (see `keep` of `fuse`).
 
     Args:
-        model: A model that `fuse` supports, fused or not, in evaluation mode, in any dtype, on any device but meta.
-        images: Inputs of the model [B, ...], or an iterable of batches such as a DataLoader. If a batch is a tuple or
-            list, its first element is used. Images are moved to the model's device and, if floating, to its dtype. A
-            few dozen suffice. They stay in memory as long as the model, for `fuse(..., min_agreement=...)`.
+        model: A model that `fuse` supports, fused or not, in evaluation mode.
+        images: Images [B, ...], or an iterable of batches such as a DataLoader. If a batch is a tuple or list, its
+            first element is used. Images are moved to the model's device, and floating images to its dtype. A few dozen
+            images suffice. They stay in memory as long as the model, for `fuse(..., min_agreement=...)`.
     Returns:
-        The choice for each layer.
+        The selected range and the error of each layer.
     Raises:
         TypeError: model is not a module, or images are not tensors.
-        ValueError: the model is in training mode, compiled or on meta, or images or activations are invalid.
+        ValueError: the model is in training mode, compiled or on the meta device, or cannot run on the images.
         UnsupportedInputError: no block of the model can run in e4m3; lists the reasons per block.
     """
     check_type("model", model, nn.Module)

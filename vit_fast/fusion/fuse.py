@@ -30,44 +30,40 @@ def fuse(
     model: nn.Module, backend: str = "auto", *, normalize: tuple[Sequence[float], Sequence[float]] | None = None,
     precision: str | None = None, keep: Iterable[str] | None = None, min_agreement: float | None = None,
 ) -> FusionReport:  # fmt: skip
-    """Replaces attention and norm + MLP of timm, transformers, torchvision and torch.nn models by fused operators.
+    """Replaces attention and norm + MLP of a model by fused operators.
 
-    fuse changes the model in place: it sets the class of each fused module to a subclass with another forward. Modules
-    keep their identity, Parameters, state_dict keys, hooks and names. Training, autocast, checkpointing, deepcopy,
-    pickle, torch.export, DDP and FSDP work as before (call fuse before fully_shard). Call fuse again to change the
-    backend or normalize. A module that can no longer be fused gets its original class back unless it was wrapped.
+    fuse supports modules of vit-fast, timm, transformers, torchvision and torch.nn. It changes the model in place: it
+    sets the class of each fused module to a subclass with another forward. Modules keep their identity, Parameters,
+    state_dict keys, hooks and names. Training, autocast, checkpointing, deepcopy, pickle, torch.export, DDP and FSDP
+    work as before (call fuse before fully_shard). Call fuse again to change the backend or normalize.
 
-    Except for export, a backend that you request by name is never replaced by another one:
-
-    - A module that fuse or the backend does not support is skipped, and keeps its original forward. The report lists
-      all reasons; `report.require_all()` raises an error.
-    - The affected modules run their original forward, with every backend, if a call passes an attention mask that is no
-      padding mask, requests attention weights, or uses dropout in training mode. The same applies if submodules were
-      hooked, wrapped or replaced after fuse.
-    - Any other call that the backend cannot run, for example because of dtype or device, raises UnsupportedInputError.
+    - A module that fuse or the backend does not support keeps its original forward. The report lists all reasons;
+      `report.require_all()` raises an error if a module was skipped.
+    - A fused module runs its original forward in calls with active dropout, with an attention mask that is no padding
+      mask, or with a request for attention weights. Modules with parts that were hooked or replaced later do so too.
+    - Any other call that the backend cannot run, e.g. because of dtype or device, raises UnsupportedInputError.
 
     Args:
         model: Any module; all its submodules are inspected.
-        backend: "triton", "sdpa", "eager", or "auto": per module, triton if it supports device, head_dim and dtype
-            (fp16, bf16, or fp32 with TF32 or under autocast); otherwise sdpa. fuse resolves "auto", and resolves it
-            again when the model is moved or converted.
+        backend: "triton" (Triton kernels), "sdpa" (torch's fused attention), "eager" (reference formulas), or "auto".
+            "auto" selects triton for each module whose device, head_dim and dtype the kernels support, otherwise sdpa.
+            In fp32, "auto" selects triton only with TF32 or autocast. Moving or converting the model selects again.
         normalize: (mean, std) of images in 0..1, one number per channel. The patch embedding then takes images in
             0..255, uint8 or floating, and normalizes them inside its convolution.
-        precision: None means the model's precision. "fp8" runs the linear layers of blocks in e4m3, and attention in
-            half precision, for inference on GPUs of compute capability 8.9 or higher. The model must be in fp16 or
-            bf16, and calibrated by `vit_fast.calibrate`. Training mode and gradients raise an error. Original forwards,
-            padding masks and packed sequences run in half precision. Pass None to restore the model's precision.
-        keep: With "fp8", names or patterns of linear layers that stay in half precision, e.g. `("*.mlp.fc2",)`. If
-            neither keep nor min_agreement is given, the previous choice applies, which is saved with the scales.
+        precision: "fp8" runs the linear layers of blocks in e4m3, and attention in half precision, for inference on
+            GPUs of compute capability 8.9 or higher. The model must be in fp16 or bf16, and calibrated by
+            `vit_fast.calibrate`. Training and gradients raise an error. Original forwards and calls with padding masks
+            or packed sequences run in half precision. None means the dtype of the model, also after "fp8".
+        keep: With "fp8", names or patterns of linear layers that stay in half precision, e.g. `("*.mlp.fc2",)`. By
+            default, the layers of the previous choice stay in half precision. The choice is saved with the scales.
         min_agreement: With "fp8", the required top-1 agreement with the unrounded model on the calibration images, in
-            (0, 1]. The most sensitive linear layers stay in half precision to reach it, as measured in emulated FP8.
+            (0, 1]. The most sensitive linear layers stay in half precision until emulated FP8 reaches this agreement.
     Returns:
         A report with one row per fused or skipped module.
     Raises:
-        ValueError: the backend or precision is unknown, normalize, keep or min_agreement does not fit the model, or
-            there are no calibration images for min_agreement. TypeError: model or keep has another type.
-        UnsupportedInputError: the model's device (unless meta) does not support the requested backend or precision, or
-            the model does not permit FP8. The model stays unchanged.
+        ValueError: an argument is unknown or does not fit the model.
+        TypeError: model or keep has another type.
+        UnsupportedInputError: the device does not support the requested backend, or device or model do not support FP8.
     """
     check_type("model", model, nn.Module)
     choice = None
@@ -93,7 +89,7 @@ def fuse(
 def unfuse(model: nn.Module) -> None:
     """Undoes fuse: restores the original class of each module, and removes the scales of `calibrate`.
 
-    Hooks, modules and forwards that were set after fuse stay. A Sequential that was sliced from the model still works.
+    Hooks, modules and forwards that were set after fuse stay.
 
     Raises:
         UnsupportedInputError: fully_shard was applied after fuse; lists the modules. The model stays unchanged.
@@ -110,14 +106,11 @@ def unfuse(model: nn.Module) -> None:
 
 
 def set_backend(model: nn.Module, backend: str) -> FusionReport:
-    """Sets the backend of the blocks of a VisionTransformer, or of another model that fuse supports.
-
-    Like fuse, but raises an error instead of skipping a module that the Triton kernels cannot run.
+    """Calls fuse with a backend, but raises an error instead of skipping a module that the Triton kernels cannot run.
 
     Args:
-        model: Any module; all its submodules are inspected.
-        backend: "eager" (reference formulas), "sdpa" (torch's fused attention), "triton" (Triton kernels), or "auto";
-            see fuse.
+        model: A VisionTransformer or any other module.
+        backend: "triton", "sdpa", "eager" or "auto"; see fuse.
     Returns:
         The report of fuse.
     Raises:
@@ -138,26 +131,25 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
     """Prepares the weights of a model's blocks for inference once, instead of in every forward.
 
     On a GPU (backend triton), folds each norm into the next linear layer, which saves at least one launch per block.
-    This needs memory for a second copy of the weights of qkv and fc1 (also of proj and fc2 if autocast casts them, and
-    of fc2 after an inner norm). Call freeze under autocast if later forwards use autocast.
+    The folded weights of qkv and fc1 need additional memory. Call freeze under autocast if later forwards use autocast;
+    then proj and fc2 also need additional memory.
 
-    On a CPU (backend sdpa), packs the linear layers with oneDNN, or with MKL for most fp32 layers on CPUs from Intel.
-    This needs memory for a second copy of the weights of all linear layers in the blocks. On CPUs of other vendors,
-    oneDNN Graph can compute attention. It compiles attention in the first forward of each input shape, which takes 5 to
-    100 ms. Under autocast, torch.compile, torch.export, tracing and torch.func, a forward uses the original weights.
+    On a CPU (backend sdpa), packs the weights of all linear layers in the blocks for oneDNN or MKL, which needs memory
+    for a second copy. On CPUs that are not from Intel, oneDNN Graph may compile attention in the first forward of each
+    input shape, which takes 5 to 100 ms. Autocast, torch.compile, torch.export, tracing and torch.func use the original
+    weights.
 
     A forward in another dtype, in training mode, or with gradients uses the original weights.
 
-    The prepared weights are used until unfreeze(model), train(), load_state_dict(), or a move to another device or
-    dtype. They are updated after changes that torch tracks: steps of its optimizers, in-place writes that increment the
-    version counter, and replaced parameters. Call freeze again after other changes: writes through `.data`, collectives
-    of torch.distributed, replays of a captured training step, and other libraries (e.g. merging LoRA weights by peft).
-    Copies and pickles of the model are not frozen. Blocks in FP8 always cache their quantized weights, by the same
-    rules.
+    unfreeze(model), train(), load_state_dict() and moves to another device or dtype drop the prepared weights. Changes
+    that torch tracks update the prepared weights: optimizer steps, in-place writes that increment the version counter,
+    and replaced parameters. Call freeze again after other changes: writes through `.data`, collectives of
+    torch.distributed, replays of a captured training step, and other libraries (e.g. merging LoRA weights by peft).
+    Copies and pickles of the model are not frozen. Blocks in FP8 always cache their quantized weights, by these rules.
 
     Args:
-        model: A model of vit_fast.fuse or create_model, in evaluation mode. Blocks with a wrapped or hooked part are
-            skipped, and blocks whose backend or dtype freeze does not support.
+        model: A model of vit_fast.fuse or create_model, in evaluation mode. Blocks that freeze does not support are
+            skipped, e.g. blocks with a wrapped or hooked part.
     Returns:
         The names of the frozen blocks.
     Raises:
@@ -208,7 +200,7 @@ class _Walk:
     def visit(self, name: str, module: nn.Module, inside_unknown: bool = False) -> bool:
         """Adds the rows of a module and all modules inside it; returns True if there are any.
 
-        `inside_unknown`: an enclosing module is skipped or looks fusable. Then, a fusable class name causes no row.
+        `inside_unknown`: an enclosing module is skipped or looks fusable. Then, a class that looks fusable has no row.
         """
         if module in self._has_row:
             return self._has_row[module]
@@ -259,7 +251,7 @@ class _Walk:
         return True
 
     def _visit_fusable(self, name: str, module: nn.Module, form: type[FusedModule]) -> bool:
-        """Handles a module that has a fused class, or got it earlier; returns True if it is skipped."""
+        """Handles a module that is fused or has a fused class; returns True if the module is skipped."""
         finding = form.examine(module)
         notes = [*(["already fused"] if isinstance(module, FusedModule) else []), *finding.notes]
         reasons = _reasons(module, form, finding)

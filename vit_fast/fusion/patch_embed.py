@@ -44,7 +44,7 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
         """Maps images in 0..255, [B, channels, height, width], to [B, C, rows, columns]."""
         scale = [POWER / (255.0 * std) for std in self.vit_fast_std]
         shift = [(CENTER / 255.0 - mean) / std for mean, std in zip(self.vit_fast_mean, self.vit_fast_std)]
-        channels = self.weight.float().split(1, dim=1)  # scalars per channel need no tensor on the host
+        channels = self.weight.float().split(1, dim=1)  # factors as Python numbers need no copy to the device
         weight = torch.cat([channel * factor for channel, factor in zip(channels, scale)], dim=1)
         bias = sum(channel.sum(dim=(1, 2, 3)) * offset for channel, offset in zip(channels, shift))
         if self.bias is not None:

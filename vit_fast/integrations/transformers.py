@@ -42,7 +42,7 @@ def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Runs the fused operator [B, H, N, D] -> [B, N, H, D]; unsupported calls run transformers' sdpa function.
+    """Computes attention [B, H, N, D] -> [B, N, H, D] with the fused operator, else with transformers' sdpa function.
 
     Raises UnsupportedInputError for keywords that transformers' sdpa function would ignore.
     """
@@ -81,18 +81,17 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask if bidirectional_mask_
 def graph_vision_tower(
     model: nn.Module, budgets: Sequence[int] = (256, 1024, 4096), max_images: int = 64, *, fallback: Fallback = "eager"
 ) -> GraphRunner:
-    """Makes a model replay CUDA graphs of its vision tower, also in generate(). `ungraph_vision_tower` undoes it.
+    """Makes a model replay CUDA graphs of its vision tower, also in generate(). Undo with `ungraph_vision_tower`.
 
     Copies and pickles of the model run without graphs.
 
     Args:
-        model: A transformers model with a fused tower that docs/classes.md marks, or such a tower.
-        budgets: Tokens per graph; see `GraphRunner`, also for max_images and fallback.
+        model: A fused transformers model whose vision tower docs/classes.md lists with "token budgets", or this tower.
+        budgets: Numbers of tokens per graph. `GraphRunner` describes budgets, max_images and fallback.
     Returns:
         The runner, for `stats()` and `refresh()`.
     Raises:
-        UnsupportedInputError: the model has no such tower, the tower already has a runner, or GraphRunner does not
-            support it; lists all reasons.
+        UnsupportedInputError: the model has no tower with token budgets, or GraphRunner does not support the tower.
     """
     check_type("model", model, nn.Module)
     tower: Any = next((module for module in model.modules() if packed_tower(module) is not None), None)

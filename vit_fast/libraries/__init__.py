@@ -1,11 +1,11 @@
-"""Support for each library, in files that do not import the library; known.py lists them.
+"""Support for each library, in files that import the library only when a function needs it. known.py lists the files.
 
-The files of a library define what it has of the following:
+The files of a library define some of these names:
 
-- NAME; SIGNATURE, a pattern that recognizes the names of its weights; `convert`, which translates them to timm's
+- NAME; SIGNATURE, a pattern that recognizes the names of its weights; `convert`, which renames them to timm's names
 - CONFIG_KEYS and `read_config`, for config.json in its repositories
-- PEER, the name of its model with our architecture, and `build_peer`, which builds it
+- PEER, the name of its model with our architecture, and `build_peer`, which builds this model
 - `recognize`, which describes a model for export
 - `packed_tower`, which packs the calls of a vision tower for CUDA graphs
-- FORMS, which creates fused classes from its classes and our mixins, and SKIPPED, reasons against fusing other classes
+- FORMS, which creates fused classes from its classes and our mixins; SKIPPED, reasons why other classes are not fused
 """

@@ -1,4 +1,4 @@
-"""FixedGrid: a tower for images of any size as a model for images of one size, for ONNX and CUDA graphs."""
+"""FixedGrid turns a vision tower for images of any size into a model for images of one size, for ONNX and graphs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ TOWERS = (*QWEN, "Siglip2VisionModel", "NaFlexVit")
 class FixedGrid(nn.Module):
     """A vision tower of Qwen2-VL, Qwen2.5-VL or SigLIP 2, or timm's NaFlexVit, for images of one size.
 
-    Its forward reads nothing on the host, so `GraphRunner` captures it, `compile` traces it as one graph, and
-    `export_onnx` exports it. Fuse Qwen's towers first. For images of several sizes, give `GraphRunner` budgets.
+    `GraphRunner`, `vit_fast.compile` and `export_onnx` support a FixedGrid, because its forward reads nothing on the
+    host. Fuse Qwen's towers first. For images of several sizes, use `GraphRunner` with budgets.
 
     Args:
-        tower: The tower, e.g. `model.visual`, fused or not; it is not copied.
-        image_hw: Height and width of the images in pixels after the processor's resizing, or one number for both. Must
-            be multiples of the patch size; for Qwen of the patch size times the merge size, 28 in the published models.
+        tower: The tower, e.g. `model.visual`; it is not copied.
+        image_hw: Height and width of the resized images in pixels, or one number for a square. Height and width must be
+            multiples of the patch size, and for Qwen multiples of patch size times merge size (usually 28).
     Raises:
-        ValueError: image_hw is not a multiple.
-        UnsupportedInputError: the model has another class, or transformers is too old.
+        ValueError: image_hw is not a multiple of this size.
+        UnsupportedInputError: the tower has another class, or transformers is too old.
     """
 
     def __init__(self, tower: nn.Module, image_hw: int | Size) -> None:
@@ -61,10 +61,10 @@ class FixedGrid(nn.Module):
             self.register_buffer(name, tensor.to(next(tower.parameters()).device), persistent=False)
 
     def forward(self, images: Tensor, features: bool = False) -> Tensor:
-        """Maps normalized images [B, 3, height, width] to the tower's output.
+        """Maps normalized images [B, channels, height, width] to the tower's output.
 
-        For Qwen, this is the input of the language model [B, tokens, C]. For SigLIP 2, it is the pooled output [B, C],
-        or the tokens [B, N, C] if the tower has no head. For NaFlexVit, it is logits, or features [B, C] if requested.
+        Qwen returns the image tokens for the language model, [B, tokens, C]. SigLIP 2 returns the pooled output [B, C],
+        or without a head the tokens [B, N, C]. NaFlexVit returns logits, or with `features` the input of the head.
         """
         image = (self.channels, *self.image_hw)
         if images.shape[1:] != image:
@@ -104,7 +104,7 @@ class FixedGridModel(ImageModel):
 
 
 def recognize(model: nn.Module) -> ImageModel | None:
-    """Describes a FixedGrid for export; returns None for another model. Qwen's own layers read lengths on the host."""
+    """Describes a FixedGrid for export; returns None for another model. Qwen's attention must be fused."""
     if not isinstance(model, FixedGrid):
         return None
     tower: Any = model.tower

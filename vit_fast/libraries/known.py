@@ -1,4 +1,4 @@
-"""All supported libraries; finds the one to which weights, a configuration file, a model or a class belongs."""
+"""Finds the library that supports given weights, configuration files, models or classes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:
 
 
 def recognize(model: nn.Module) -> ImageModel:
-    """Describes a model, or a copy in evaluation mode, in fp32 on the CPU; raises UnsupportedInputError."""
+    """Describes a model for export; copies the model unless it is in evaluation mode, in fp32 and on the CPU."""
     found = next((found for library in IMAGE_MODELS if (found := library.recognize(model)) is not None), None)
     if found is None:
         what = f"{type(model).__module__}.{type(model).__qualname__}"
@@ -109,7 +109,7 @@ def form_or_reason(cls: type[nn.Module]) -> tuple[type[FusedModule] | None, str 
 
 
 def is_near_attention(model: nn.Module, name: str) -> bool:
-    """Returns True if a module is near attention, as in an encoder block, unlike those in heads and projectors."""
+    """Returns True if a module is near attention, as in an encoder block; MLPs of heads and projectors are not."""
     for _ in range(2):  # searches the two enclosing modules, but not the layers of lists in them
         if not name:
             return False

@@ -67,7 +67,7 @@ def _convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
 
 
 def _to_torch(name: str, array: Tensor) -> Tensor:
-    """Transposes a JAX kernel [in..., out...]: HWIO for convolutions, [C, H, D] to heads and [H, D, C] from them."""
+    """Transposes a JAX kernel: HWIO of convolutions, [C, H, D] of q, k and v, [H, D, C] of the output projection."""
     if not name.endswith("/kernel"):
         return array.flatten() if name.endswith("/bias") else array
     if array.dim() == 4:

@@ -99,7 +99,7 @@ class TorchvisionModel(ImageModel):
 
 
 class MultiheadAttentionMixin(FusedModule):
-    """Runs mha(x, x, x, need_weights=False) without masks as a fused operator, and other calls as the original."""
+    """Runs mha(x, x, x, need_weights=False) without masks as a fused operator, and other calls by torch's forward."""
 
     kind = "attention"
 
@@ -123,7 +123,7 @@ class MultiheadAttentionMixin(FusedModule):
         need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Maps [B, N, C] (or [N, B, C] without batch_first) to the same shape, and returns None as weights."""
+        """Maps [B, N, C] (or [N, B, C] without batch_first) to the same shape; returns None as attention weights."""
         masked = key_padding_mask is not None or attn_mask is not None or is_causal
         self_attention = query is key and key is value and query.dim() == 3 and not query.is_nested
         dropping = self.training and self.dropout > 0
@@ -164,7 +164,7 @@ class TransformerEncoderLayerMixin(FusedNormMlp):
 
 
 class EncoderBlockMixin(FusedNormMlp):
-    """torchvision's EncoderBlock, fused as a whole or by its parts."""
+    """torchvision's EncoderBlock, fused as a whole or in parts."""
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:

@@ -27,7 +27,7 @@ def recognize(model: nn.Module) -> ImageModel | None:
     if not isinstance(model, VisionTransformer):
         return None
     config = model.config
-    # the name of a variant of this shape, whatever its head; prefers one with the same preprocessing
+    # the name of a variant of this shape with any head; prefers a variant with the same preprocessing
     fields = {"num_classes": config.num_classes, "dynamic_img_size": config.dynamic_img_size}
     same = [name for name in list_models() if get_variant(name).config.replace(**fields) == config]
     same.sort(key=lambda name: get_variant(name).data != model.data_config)
@@ -61,7 +61,7 @@ class AttentionMixin(AttentionLayer):
 
 
 class BlockMixin(FusedNormMlp):
-    """Our Block, fused as a whole or by its parts."""
+    """Our Block, fused as a whole or in parts."""
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:

@@ -34,10 +34,10 @@ Fallback = Literal["error", "eager"]
 class GraphStats:
     """Counters of a `GraphRunner`."""
 
-    graphs: int = 0  # captured
-    hits: dict[int, int] = field(default_factory=dict)  # runs per size; a call may need several
-    tokens: int = 0  # of images in these runs
-    padding: int = 0  # padding tokens in these runs
+    graphs: int = 0  # captured graphs
+    hits: dict[int, int] = field(default_factory=dict)  # number of runs by size; a call may need several runs
+    tokens: int = 0  # tokens of images in all runs
+    padding: int = 0  # padding tokens in all runs
     fallbacks: int = 0  # calls that ran eagerly because of their inputs or a change of the model
 
     @property
@@ -49,36 +49,32 @@ class GraphStats:
 class GraphRunner:
     """Runs a model by replaying CUDA graphs, captured for a few sizes, to avoid launch overhead.
 
-    With an example, the sizes are batch sizes of images of one shape. With budgets, they are numbers of tokens: images
-    of any sizes are packed into the budgets by first-fit decreasing. The rest of a budget is padding, a separate
-    sequence that no image attends to. Positions, windows and sequence lengths are computed outside of the graph.
+    With an example, sizes are batch sizes, and all images have one shape. With budgets, sizes are numbers of tokens:
+    images of any size are packed into the budgets, and padding fills the rest. No image attends to padding.
 
     A call copies its images into the buffers of the smallest size that fits, replays the graph, and copies the outputs.
-    If the images do not fit into one graph, several graphs run in sequence. Calls from several threads or streams are
-    safe: they run one at a time, and each waits on the device for the previous one.
+    If the images do not fit into one graph, several graphs run in sequence. Several threads or streams may call the
+    runner; their calls run one at a time.
 
-    The model is frozen (`vit_fast.freeze`), so that replays do not fold weights, and captured in evaluation mode
-    without gradients. In-place updates of its parameters take effect at the next call if torch tracks them, otherwise
-    after refresh(). No graph runs a call under autocast, after hooks were added, or after modules, forwards,
-    parameters, buffers or settings of fused blocks were replaced or moved. FP8 scales must not change.
+    The model is frozen (`vit_fast.freeze`) and captured in evaluation mode without gradients. In-place updates of its
+    parameters take effect at the next call if torch tracks them, otherwise after refresh(). Changes of modules, hooks
+    or devices require another runner. FP8 scales must not change. Calls under autocast run no graph.
 
     Args:
-        model: The model, on one CUDA device. A model compiled with mode "reduce-overhead" or "max-autotune" captures
-            its own CUDA graphs; use "default" or "max-autotune-no-cudagraphs". With budgets, a fused tower whose images
-            are packed or padded (docs/classes.md lists them), or a tower of transformers for images of one size.
-        example: Images [any, channels, height, width] with the dtype and device of later calls.
-        batch_sizes: With an example: batch sizes to capture, by default 1, 8 and 32. Each needs device memory for its
-            own activations.
+        model: The model, on one CUDA device. The modes "default" and "max-autotune-no-cudagraphs" of torch.compile are
+            supported; other modes capture their own CUDA graphs. With budgets, the model must be a vision tower that
+            docs/classes.md lists with "token budgets".
+        example: Images [any, channels, height, width] with the size, dtype and device of later calls.
+        batch_sizes: With an example: batch sizes to capture, by default 1, 8 and 32. Each size needs device memory.
         budgets: Instead of an example: numbers of tokens. A graph is captured at the first call that needs it.
             `vit_fast.budgets_for` suggests budgets.
         max_images: With budgets: maximum number of images in one graph, by default 64. Each temporal patch of a video
-            counts.
-        fallback: "error" raises an error for a call that no graph can run; "eager" runs it without a graph. Without a
-            CUDA device, budgets run eagerly with the same packing and padding; an example needs "eager".
+            counts as an image.
+        fallback: "error" raises an error for a call that no graph can run; "eager" runs the call without a graph. On
+            the CPU, an example requires "eager"; budgets run without graphs, but pack and pad as on a GPU.
     Raises:
         ValueError: an argument is invalid.
-        UnsupportedInputError: with an example and fallback "error", no graph can run the model (e.g. on the CPU or with
-            hooks); the first axis of an output is not the batch; or, with budgets, the tower cannot be packed.
+        UnsupportedInputError: no graph can run the model; lists the reasons.
     """
 
     def __init__(
@@ -167,7 +163,7 @@ class GraphRunner:
             return copy.deepcopy(self._stats)
 
     def refresh(self) -> None:
-        """Updates the frozen weights, also after changes that torch does not track (`.data`, other libraries).
+        """Updates the frozen weights, also after changes that torch does not track, e.g. writes through `.data`.
 
         Raises:
             RuntimeError: the model changed in a way that the graphs do not support, e.g. parameters were moved.
@@ -187,7 +183,7 @@ class GraphRunner:
                 stream.wait_event(self._last_done)
             try:
                 yield
-            finally:  # after an error, launched work may still use them
+            finally:  # after an error, launched kernels may still use the buffers
                 if stream is not None:
                     self._last_done = stream.record_event()
 
@@ -217,10 +213,10 @@ class GraphRunner:
             self._stats.padding += budget - used
             yield images, budget, run()
 
-    @torch.inference_mode(False)  # calls of any mode write into the buffers
+    @torch.inference_mode(False)  # calls outside of inference mode cannot write into inference tensors
     @torch.no_grad()
     def _graph(self, budget: int, call: Call, images: Sequence[int]) -> Callable[[], Any]:
-        """Writes images into the buffers of a budget; returns a function that runs them, by a graph if captured."""
+        """Writes images into the buffers of a budget; returns a function that runs the model on the buffers."""
         key = budget, call.options, self._tower.settings()
         buffers, run = self._graphs.get(key, ({}, None))
         self._tower.fill(buffers, budget, self._sequences, call, images)
@@ -342,7 +338,7 @@ class Watched:
 def pack(
     lengths: Sequence[int], sequences: Sequence[int], budgets: Sequence[int], max_sequences: int
 ) -> list[tuple[int, list[int]]]:
-    """Packs images, given their numbers of tokens and attention sequences, by first-fit decreasing into budgets."""
+    """Packs images by their numbers of tokens and sequences (first-fit decreasing) -> (budget, images) of each run."""
     largest = max(budgets)
     bins: list[tuple[list[int], list[int]]] = []  # free tokens and sequences, and the images
     for image in sorted(range(len(lengths)), key=lambda image: -lengths[image]):
@@ -358,15 +354,15 @@ def pack(
 
 
 def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int = 4) -> tuple[int, ...]:
-    """Suggests token budgets: those that need the fewest padding tokens if each image runs alone.
+    """Returns the token budgets that need the fewest padding tokens if each image runs alone.
 
     Args:
         sizes: (height, width) or (time, height, width) of each image, as in spatial_shapes and image_grid_thw.
-        patch_size: Pixels per side of a patch, if height and width are in pixels.
+        patch_size: Pixels per side of a patch; 1 if height and width are numbers of patches.
         count: Maximum number of budgets.
     Returns:
-        Multiples of 64 tokens, ascending; the last one fits the patches of the largest image. For a NaFlexVit, add
-        its class and register tokens to each budget, once per image.
+        Multiples of 64 tokens, ascending; the last budget fits the patches of the largest image. For timm's NaFlexVit,
+        add to each budget the class and register tokens of its images.
     Raises:
         ValueError: sizes is empty, or a size is not two or three positive integers.
     """

@@ -23,22 +23,21 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotun
 def compile(
     model: nn.Module, mode: CompileMode = "default", *, dynamic_batch: bool = False, fullgraph: bool = True
 ) -> nn.Module:
-    """Compiles a Vision Transformer (of vit-fast, fused, or any other), by default without graph breaks.
+    """Compiles a model with torch.compile.
 
     Args:
-        model: The model; its parameters are shared, not copied.
-        mode: "default" compiles fastest. "reduce-overhead" replays CUDA graphs; this helps for small batches, where
-            launching kernels takes longer than running them. Each call overwrites the outputs of the previous one.
-            "max-autotune" does the same, and times candidates for matmuls, which takes minutes.
-            "max-autotune-no-cudagraphs" times them too, but without CUDA graphs, so that GraphRunner can capture the
-            model. To measure the gain, run `vit-fast bench --candidates sdpa,sdpa+compile`.
+        model: Any model, fused or not. The compiled model shares its parameters.
+        mode: Mode of torch.compile. "default" compiles fastest. "reduce-overhead" replays CUDA graphs, which helps if
+            launching kernels takes longer than running them, as with small batches. With CUDA graphs, each call
+            overwrites the outputs of the previous call. "max-autotune" also times candidates for matmuls, which takes
+            minutes. "max-autotune-no-cudagraphs" is "max-autotune" without CUDA graphs, for use with GraphRunner.
         dynamic_batch: True compiles one graph for all batch sizes from 2, and one for size 1, instead of one graph per
-            size. The first axis of all inputs must be the batch.
-        fullgraph: True raises an error for a graph break.
+            size. The first axis of each input must be the batch.
+        fullgraph: True raises an error at a graph break.
     Returns:
-        The compiled model, with the attributes and state_dict that torch.compile gives it.
+        The result of torch.compile. The keys of its state_dict start with "_orig_mod.".
     Raises:
-        ValueError: the mode is unknown.
+        ValueError: mode is unknown.
     """
     check_type("model", model, nn.Module)
     check_choice("mode", mode, get_args(CompileMode))
@@ -54,8 +53,8 @@ def compile_frozen(function: Callable[..., Any], *, fullgraph: bool = True) -> C
     """Compiles a model for inference with its weights as constants; later changes of the weights have no effect."""
     from torch._inductor import config
 
-    # torch reads config.freezing also while it traces. The option prevents torch from reusing code that it compiled
-    # without freezing for another model of the same class.
+    # torch reads config.freezing also while it traces (see `run`). The argument `options` prevents torch from reusing
+    # code that it compiled without freezing for another model of the same class.
     compiled: Any = torch.compile(function, fullgraph=fullgraph, dynamic=False, options={"freezing": True})
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +82,7 @@ def _mark_batch_dynamic(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 
 def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> Callable[[], Any]:
-    """Captures a CUDA graph, and returns a function that replays it. Each replay overwrites the outputs."""
+    """Captures a CUDA graph of `run`; returns a function that replays it. Each replay overwrites the outputs."""
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -106,8 +105,8 @@ def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> Callable
 class WarmUp:
     """Result of a warm-up."""
 
-    kernels: int  # that later calls need and that were not loaded yet
-    compiled: int  # the other kernels were in Triton's cache on disk
+    kernels: int  # number of kernels that later calls need and that were not loaded yet
+    compiled: int  # number of compiled kernels; Triton's cache on disk contained the rest
     seconds: float
     reasons: tuple[str, ...] = ()  # why nothing was compiled, e.g. no GPU or no triton
 
@@ -124,22 +123,21 @@ def warm_up(
 ) -> WarmUp:  # fmt: skip
     """Compiles the kernels that a model needs, so that its first call compiles none.
 
-    Calls a copy of the model, which shares its parameters, once per batch size, and records the launches without
-    running them. Then compiles the missing kernels, in parallel if that is faster, and stores them in Triton's cache on
-    disk. Call it with the model on the device of later calls, and under the same autocast. Random number generators,
-    buffers and gradients stay unchanged.
+    Finds the kernels by calling a copy of the model once per batch size without launching kernels. Compiles the missing
+    kernels and stores them in Triton's cache on disk. Call warm_up with the model on the device of later calls, and
+    under the same autocast. The model and the random number generators stay unchanged.
 
     Args:
         model: A VisionTransformer or a fused model; not compiled by torch.compile.
-        batch_sizes: Batch sizes of later calls. The first call at another batch size compiles a few kernels at most.
-        training: True compiles the kernels of training steps, forward and backward, instead of those of inference.
-        example: Images [any, channels, height, width] like those of later calls; None means images of the model's size
-            in the dtype of its parameters.
-        progress: Called with the number of finished and of all kernels.
+        batch_sizes: Batch sizes of later calls. The first call at another batch size may compile a few kernels.
+        training: True compiles the kernels of training (forward and backward), False the kernels of inference.
+        example: Images [any, channels, height, width] with the size, dtype and device of later calls. None means images
+            with the size, dtype and device of the model.
+        progress: Called with the number of finished kernels and the number of all kernels.
     Returns:
         The number of kernels and the duration; or the reasons why nothing was compiled.
     Raises:
-        ValueError: batch_sizes are not positive integers, or the example is missing or empty.
+        ValueError: batch_sizes are not positive integers, example is empty, or the model requires an example.
         RuntimeError: a kernel does not compile.
     """
     check_type("model", model, nn.Module)

@@ -34,7 +34,7 @@ class WeightsReport:
 
     source: str  # path, repository, or "a state dict"
     layout: str  # library whose parameter names the source uses
-    loaded: int = 0  # tensors of the model
+    loaded: int = 0  # number of tensors
     renamed: list[tuple[str, str]] = field(default_factory=list)  # (name in the source, name in the model)
     interpolated: list[str] = field(default_factory=list)  # position embeddings, with both grids
     replaced: list[str] = field(default_factory=list)  # head tensors that replace_head did not load, with the reason
@@ -60,8 +60,8 @@ def load_weights(
     Args:
         model: A model of the same architecture. If the image size differs, the position embedding is interpolated
             (bicubic, antialiased). Parameters keep their dtype and device.
-        source: A state dict, a file (.safetensors, .pth, .pt, .bin, .npz), a folder, or a Hub id. If it contains
-            preprocessing and class names, they are copied to the model.
+        source: A state dict, a file (.safetensors, .pth, .pt, .bin, .npz), a folder, or a Hub id. The model also gets
+            the preprocessing and class names of the source, if any.
         replace_head: True keeps the model's head if the source has no head or one of another size.
     Returns:
         A report of the loaded, renamed, interpolated and ignored tensors.
@@ -130,7 +130,7 @@ def load(
 
     Args:
         source: A file of `save`, or a folder or Hub id with a config.json.
-        backend: See set_backend.
+        backend: "auto", "eager", "sdpa" or "triton"; see `vit_fast.fuse`.
         device: Device of the model; None means the CPU.
     Returns:
         The model, in evaluation mode.
@@ -165,19 +165,16 @@ def create_model(
 ) -> VisionTransformer:  # fmt: skip
     """Builds a Vision Transformer by its timm name and fuses it.
 
-    In training mode, blocks with active dropout run their original modules, with every backend. The report of
-    `vit_fast.fuse(model, backend)` lists these blocks.
-
     Args:
         name: One of list_models(), or a Hugging Face Hub id or folder with config and weights.
-        backend: "auto", "eager", "sdpa" or "triton"; see set_backend.
-        weights: A file (.safetensors, .pth, .bin, .npz), a folder or a Hugging Face Hub id; None means random weights.
-            The config of the weights, if any, sets num_classes, act_layer and norm_eps; config_overrides take
+        backend: "auto", "eager", "sdpa" or "triton"; see `vit_fast.fuse`.
+        weights: A file (.safetensors, .pth, .pt, .bin, .npz), a folder or a Hugging Face Hub id; None means random
+            weights. The config of the weights, if any, sets num_classes, act_layer and norm_eps; config_overrides take
             precedence. If num_classes is given and differs, the head stays random.
         device: Device of the parameters; None means torch's default device.
-        dtype: Parameter dtype; None means torch's default dtype.
+        dtype: Dtype of the parameters; None means torch's default dtype.
         precision: "fp8" runs the linear layers of blocks in e4m3; see `vit_fast.fuse`. The weights must contain the
-            scales of `vit_fast.calibrate`. None means dtype.
+            scales of `vit_fast.calibrate`. None means no FP8.
         **config_overrides: Fields of ViTConfig, e.g. depth=2, img_size=(320, 240), num_classes=7.
     Returns:
         The model, in evaluation mode.

@@ -21,7 +21,7 @@ Head = Literal["logits", "features"]
 
 @dataclass(kw_only=True)
 class ImageModel:
-    """A model with the facts that export needs. Libraries whose models do not have timm's methods have a subclass."""
+    """A model with the facts that export needs. Each library whose models lack timm's methods has a subclass."""
 
     model: nn.Module
     library: str  # "vit-fast", "timm", "transformers" or "torchvision"

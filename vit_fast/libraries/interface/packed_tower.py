@@ -1,6 +1,6 @@
 """Packs the images of a vision tower's calls into buffers with a fixed number of tokens, for `GraphRunner`.
 
-Unused tokens of the buffers form a sequence of their own.
+Unused tokens of the buffers form a separate sequence.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PackedTower(abc.ABC):
     axis = 0  # token axis of the outputs
     unit = 1  # tokens that are merged into one; budgets are multiples of it
     needs_fused = True  # the library's own attention reads lengths on the host
-    tokens_per_image: int | None = None  # if the first axis of buffers and outputs is images instead of tokens
+    tokens_per_image: int | None = None  # given if the first axis of buffers and outputs is images, not tokens
 
     def __init__(self, tower: nn.Module, shapes: Mapping[str, tuple[int, ...]], like: Tensor | None = None) -> None:
         self.tower: Any = tower
@@ -58,7 +58,7 @@ class PackedTower(abc.ABC):
         """Returns the tokens of some images, in order, under the names of `shapes`."""
 
     def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
-        """Computes the other inputs of the tower on the host. Their shapes depend only on budget and sequences."""
+        """Computes inputs such as cu_seqlens on the host; their shapes depend only on budget and sequences."""
         frames = ([call.lengths[image] // call.sequences[image]] * call.sequences[image] for image in images)
         ends = itertools.accumulate(itertools.chain.from_iterable(frames))
         return {"cu_seqlens": pad_to(torch.tensor([0, *ends], dtype=torch.int32), sequences + 2, budget)}
@@ -119,12 +119,12 @@ class PackedTower(abc.ABC):
         options = ((name, given[name]) for name in OUTPUT_OPTIONS if name in given)
         reasons = [f"{name} must not be given" for name in given if name not in (*OUTPUT_OPTIONS, *IGNORED_OPTIONS)]
         if self.needs_fused and (kwargs.get("output_attentions") or self.tower.config._attn_implementation == "eager"):
-            # these run the library's own attention, which does not get the lengths of the images
+            # both settings run the library's own attention, which does not get the lengths of the images
             reasons.append("output_attentions must not be set, and attn_implementation must not be 'eager'")
         return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in options), reasons
 
     def settings(self) -> Options:
-        """Returns the tower's settings that change its outputs unless a call overrides them."""
+        """Returns the settings in the tower's config that change its outputs; arguments of a call take precedence."""
         config = getattr(self.tower, "config", None)
         return tuple((name, repr(getattr(config, name, None))) for name in (*OUTPUT_OPTIONS, "_attn_implementation"))
 
@@ -161,7 +161,7 @@ class ImageTower(PackedTower):
 
 
 class PaddedTower(PackedTower):
-    """A tower whose first input [B, N, ...] is padded. Packs the tokens without padding, which is 0 in the outputs."""
+    """A tower whose first input [B, N, ...] is padded. Packs the real tokens, and pads the outputs with zeros."""
 
     axis = 1
     prefix = 0  # class and register tokens before the patches of an image

@@ -81,7 +81,7 @@ def rename(state: Mapping[str, Tensor], layout: str, rules: Sequence[Rule]) -> C
 
 
 def with_key_biases(state: Mapping[str, Tensor], q_bias: str) -> Mapping[str, Tensor]:
-    """Adds zeros as the bias of k if q has one and k has none (EVA-02, DINOv3); groups of `q_bias` surround the q."""
+    """Adds zeros as the bias of k if only q has a bias; the two groups of the pattern `q_bias` surround the q."""
     found = dict(state)
     for name, tensor in state.items():
         if match := re.fullmatch(q_bias, name):

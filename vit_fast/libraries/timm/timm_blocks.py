@@ -51,13 +51,13 @@ class AttentionLayer(FusedModule):
         return masked or is_causal or changed or bool(self.training and drop.p)
 
     def _bypassed(self) -> tuple[Any, Any, Any]:
-        """Reads the modules from a dictionary, because nn.Module looks up attributes in Python."""
+        """Reads the modules from a dictionary, because nn.Module.__getattr__ is slow."""
         children = self._modules
         return children["attn_drop"], children["q_norm"], children["k_norm"]
 
     def compute(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, **rope: Any) -> Tensor:
         if self.needs_original_forward(attn_mask, is_causal):
-            options = rope | ({"is_causal": True} if is_causal else {})  # timm 1.0.20 has no such argument
+            options = rope | ({"is_causal": True} if is_causal else {})  # timm 1.0.20 has no is_causal
             return super().forward(x, attn_mask=additive(attn_mask, x.dtype), **options)
         return self.project_out(self.mix(self.packed(x), attn_mask, self.rope_of(*rope.values())), x)
 
@@ -113,7 +113,7 @@ class RotaryAttentionMixin(AttentionLayer):
         return Rope(cos, sin, self.num_prefix_tokens, "half" if getattr(self, "rotate_half", False) else "interleaved")
 
     def packed(self, x: Tensor) -> Tensor:
-        """Projects [B, N, C] to [B, N, 3, H, D]; repeats the heads of k and v if there are fewer."""
+        """Projects [B, N, C] to [B, N, 3, H, D]; repeats heads of k and v if q has more heads."""
         if self.qkv is None:
             projected = (linear(x) for linear in (self.q_proj, self.k_proj, self.v_proj))
             q, k, v = (part.unflatten(-1, (-1, self.head_width(self))) for part in projected)
@@ -142,7 +142,7 @@ class TimmReader(Reader):
 
 
 class BlockMixin(FusedNormMlp):
-    """timm's Block, fused as a whole or by its parts."""
+    """timm's Block, fused as a whole or in parts."""
 
     reader = TimmReader
 
@@ -232,7 +232,7 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def _layer_scale(block: Reader, half: int) -> tuple[str, dict[str, tuple[type, ...]]]:
     """Returns the path of a LayerScale vector, and the supported classes of a module that contains it."""
-    from timm.models.vision_transformer import LayerScale  # 1.0.20 has its own class here
+    from timm.models.vision_transformer import LayerScale  # timm 1.0.20 defines another class here
 
     if block.at(f"ls{half}") is None:
         return f"gamma_{half}", {}
@@ -260,7 +260,7 @@ def read_attention(
 
 
 def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], **rest: Any) -> MlpParts | None:
-    """Reads a norm and the `mlp` of a block: Mlp, GluMlp, whose fc1 packs the gate, or SwiGLU."""
+    """Reads a norm and the `mlp` of a block: an Mlp, a GluMlp (fc1 packs the gate) or a SwiGLU."""
     from timm.layers import GluMlp, Mlp, SwiGLU
 
     fc1, kind = "mlp.fc1", type(block.at("mlp"))

@@ -22,7 +22,7 @@ _METHODS = ("forward_features", "forward_head", "pool")  # which a user may have
 
 
 class VisionTransformerMixin(FusedContainer):
-    """timm's VisionTransformer. Frozen for the CPU or compiled, its last block may compute only the first token."""
+    """timm's VisionTransformer. If frozen for the CPU or compiled, the last block may compute only the first token."""
 
     @classmethod
     def fits(cls, module: Any, blocks: Collection[nn.Module]) -> bool:
@@ -50,7 +50,7 @@ class VisionTransformerMixin(FusedContainer):
 
 
 def _run_for_one_token(blocks: Any, x: Tensor) -> Any:
-    """Runs blocks on [B, N, C]; returns the first token [B, 1, C], or all if the last block needs its own forward."""
+    """Runs blocks on [B, N, C]; returns the first token [B, 1, C], or all if the last block cannot compute only one."""
     if not torch.compiler.is_compiling():
         output = run_packed_blocks(blocks, x, outputs=1)
         return blocks(x) if output is None else output
@@ -71,7 +71,7 @@ def _run_for_one_token(blocks: Any, x: Tensor) -> Any:
 
 
 class NaFlexVitMixin(FusedModule):
-    """timm's NaFlexVit. Masks only keys by a padding mask with stride 0, because nothing reads padding queries."""
+    """timm's NaFlexVit. Its mask [B, 1, 1, N] masks only keys, because nothing reads the outputs of padding tokens."""
 
     kind = "padding mask"
 

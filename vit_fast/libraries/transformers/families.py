@@ -51,7 +51,7 @@ LIKE_QWEN = {
 
 
 class FusedTower(FusedModule):
-    """A whole model of transformers, which finds outputs and weight names by the original's module and name."""
+    """A whole model. transformers finds its outputs and weight names by module and name of the original class."""
 
     passes_for_original = True
 

@@ -1,6 +1,6 @@
 """Vision models of transformers: weight names, configuration files, a peer with our weights, and models for export.
 
-Files contain the names of transformers 4, models in memory those of the installed version.
+Files contain the weight names of transformers 4; models in memory have the names of the installed version.
 """
 
 from __future__ import annotations

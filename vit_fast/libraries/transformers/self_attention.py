@@ -87,7 +87,7 @@ class FusedSelfAttention(FusedModule):
         self.vit_fast_names = projections_of(self)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Maps [B, N, C] to [B, N, C], and returns None as weights."""
+        """Maps [B, N, C] to [B, N, C]; returns None as attention weights."""
         if self.needs_original_forward(args, kwargs):
             return super().forward(hidden_states, *args, **kwargs)
         output = self.attend(hidden_states, self.rope_of(hidden_states, kwargs), self.keys_of(hidden_states, kwargs))
@@ -146,7 +146,7 @@ class FusedRotarySelfAttention(FusedSelfAttention):
 
 
 class FusedPackedAttention(FusedRotarySelfAttention):
-    """Qwen's attention of packed tokens [total, C]. Unlike transformers, does not read their lengths on the host."""
+    """Qwen's attention of packed tokens [total, C]. Unlike transformers' forward, reads no lengths on the host."""
 
     uses = ("position_embeddings", "cu_seqlens")
     ignores = ("max_seqlen",)
