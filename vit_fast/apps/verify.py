@@ -66,8 +66,6 @@ def _rows(case: Case, backend: str, dtype_name: str) -> Iterator[dict[str, Any]]
 
 
 def _cases(device: torch.device, small: bool) -> Iterator[Case]:
-    """Yields operators and a model with random inputs."""
-
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, device=device)
 

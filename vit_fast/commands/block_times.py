@@ -117,7 +117,6 @@ def _calls(**changes: Any) -> dict[str, Call]:
 
 
 def _blocks(name: str) -> int:
-    """Returns the number of blocks that a call runs."""
     return DEPTH if name.startswith("block") else 1
 
 

@@ -123,7 +123,6 @@ def _progress(shown: bool, epochs: int) -> Iterator[Callable[[int, int, int, Mea
 
 
 def _draw_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plots loss and accuracy per epoch for training and validation images as a PNG file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.0, 3.8), dpi=150, layout="constrained")
