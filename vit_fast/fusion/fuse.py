@@ -39,15 +39,15 @@ def fuse(
 
     - A module that fuse or the backend does not support keeps its original forward. The report lists all reasons;
       `report.require_all()` raises an error if a module was skipped.
-    - A fused module runs its original forward in calls with active dropout, with an attention mask that is no padding
-      mask, or with a request for attention weights. Modules with parts that were hooked or replaced later do so too.
+    - A fused module runs its original forward for calls with active dropout, with masks other than padding masks, or
+      that request attention weights. Submodules that are hooked or replaced after fuse run their own forward.
     - Any other call that the backend cannot run, e.g. because of dtype or device, raises UnsupportedInputError.
 
     Args:
         model: Any module; all its submodules are inspected.
         backend: "triton" (Triton kernels), "sdpa" (torch's fused attention), "eager" (reference formulas), or "auto".
-            "auto" selects triton for each module whose device, head_dim and dtype the kernels support, otherwise sdpa.
-            In fp32, "auto" selects triton only with TF32 or autocast. Moving or converting the model selects again.
+            "auto" selects triton for each module whose device, head_dim and dtype the kernels support, otherwise sdpa;
+            fp32 requires TF32 or autocast for triton. Moving or converting the model repeats the selection.
         normalize: (mean, std) of images in 0..1, one number per channel. The patch embedding then takes images in
             0..255, uint8 or floating, and normalizes them inside its convolution.
         precision: "fp8" runs the linear layers of blocks in e4m3, and attention in half precision, for inference on
@@ -148,8 +148,8 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
     Copies and pickles of the model are not frozen. Blocks in FP8 always cache their quantized weights, by these rules.
 
     Args:
-        model: A model of vit_fast.fuse or create_model, in evaluation mode. Blocks that freeze does not support are
-            skipped, e.g. blocks with a wrapped or hooked part.
+        model: A model in evaluation mode, after vit_fast.fuse or from create_model. Blocks that freeze does not support
+            are skipped, e.g. blocks with a wrapped or hooked part.
     Returns:
         The names of the frozen blocks.
     Raises:

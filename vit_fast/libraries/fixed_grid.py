@@ -29,7 +29,7 @@ class FixedGrid(nn.Module):
         image_hw: Height and width of the resized images in pixels, or one number for a square. Height and width must be
             multiples of the patch size, and for Qwen multiples of patch size times merge size (usually 28).
     Raises:
-        ValueError: image_hw is not a multiple of this size.
+        ValueError: height or width is not a multiple of this number.
         UnsupportedInputError: the tower has another class, or transformers is too old.
     """
 

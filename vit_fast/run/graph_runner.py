@@ -74,7 +74,7 @@ class GraphRunner:
             the CPU, an example requires "eager"; budgets run without graphs, but pack and pad as on a GPU.
     Raises:
         ValueError: an argument is invalid.
-        UnsupportedInputError: no graph can run the model; lists the reasons.
+        UnsupportedInputError: no graph can run the model and fallback is "error", or the tower does not fit budgets.
     """
 
     def __init__(
