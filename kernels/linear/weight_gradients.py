@@ -51,8 +51,8 @@ def _folded_tile(layer, program, splits, sums, ROWS: tl.constexpr, COLS: tl.cons
     (
         F, C,
         part_ptr,  # fp32 [splits, F, C], partial sums of dz~^T x or of dz^T n
-        sum_ptr,  # fp32 [sums, F], partial sums of dz over M
-        shift_ptr,  # partial sums of dz~ * mean, or None. If given, sum_ptr and shift_ptr point into [sums, 2, F]
+        sum_ptr,  # fp32 [sums, F], partial sums of dz over M; with shift_ptr, a view of [sums, 2, F]
+        shift_ptr,  # like sum_ptr, partial sums of dz~ * mean; or None
         weight_ptr, gate_ptr,  # [F, C] and None; with a gate, [F / 2, C] each
         gamma_ptr, beta_ptr,  # [C] or None
         out_ptr, gate_out_ptr,  # output: dW, like the weights

@@ -269,7 +269,7 @@ def _folded(t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]
 
 
 def _new_names(x: Tensor, s: BlockSettings) -> list[str]:
-    """Returns the names of the saved tensors without half-precision x, because an operator must not return an input."""
+    """Returns the names of the saved tensors that the operator returns: all but half-precision x, which is an input."""
     names = block_backward.saved_names(s) if s.saves else []
     return names[1:] if names and x.dtype != torch.float32 else names
 

@@ -4,7 +4,8 @@ Calls need less host time than with `torch.library.custom_op`, because `dispatch
 directly. The implementation runs through a launch plan (`kernels/plan.py`): later calls with the same signature usually
 replay the recorded launches.
 
-`text_of` encodes constants as one string. Numbers that torch.compile may make SymInts must be separate arguments.
+`text_of` encodes constant arguments of an operator as one string argument. Numbers that torch.compile may make SymInts
+must stay separate arguments of the operator.
 """
 
 from __future__ import annotations
