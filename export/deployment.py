@@ -47,7 +47,7 @@ LABELS = "labels.txt"
 CHECKED = ("verification", "accuracy", "eight_bit")  # metadata in the section "Checked" of a card
 EIGHT_BIT_FIELDS = (("matmuls", "products"), ("in_float", "kept"))  # and their names in earlier files
 PROFILE = (("min", 1, 0.5), ("opt", 8, 1.0), ("max", 64, 2.0))
-"""Batch sizes of an engine and, for images of any size, height and width relative to the model's."""
+"""Batch sizes of an engine and, for images of any size, their sides relative to the model's image size."""
 
 
 def write_triton_repository(
@@ -57,12 +57,12 @@ def write_triton_repository(
     """Adds an ONNX file to a model repository for NVIDIA's Triton Inference Server.
 
     Args:
-        model_path: The .onnx file; it is copied, with the weights beside it.
+        model_path: The .onnx file, which is copied with its external weights.
         repository: The repository's folder; created if missing.
-        name: The model's name in the repository; None means the file's.
+        name: The model's name in the repository; None means the name of the file.
         max_batch: Largest batch into which the server combines requests; ignored for a file with a fixed batch.
         instances: Number of copies of the model that run concurrently on each device.
-        device: "gpu", "cpu", or "auto", a GPU if the server has one; None selects it by the file's target.
+        device: "gpu", "cpu", or "auto" (a GPU if the server has one); None means the device of the export's target.
     Returns:
         The model's folder.
     Raises:
@@ -92,8 +92,8 @@ def write_triton_repository(
 def check_triton_repository(repository: Path, name: str, precision: str | None) -> Path:
     """Returns the folder for a new model.
 
-    Raises FileExistsError if it exists, ValueError for an invalid name, and UnsupportedInputError if the server builds
-    TensorRT engines of a precision (not None) that it has no name for.
+    Raises FileExistsError if the folder exists, ValueError for an invalid name, and UnsupportedInputError if the server
+    cannot build TensorRT engines in `precision`; None means that it builds none.
     """
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in (".", ".."):
         raise ValueError(f"the model name must match [A-Za-z0-9_.-]+ and not be '.' or '..', got {name!r}")
@@ -153,14 +153,14 @@ def _type_of(value: dict[str, Any], info: OnnxInfo) -> str:
 
 
 def _labels(info: OnnxInfo) -> tuple[str, ...]:
-    """Returns the class names for the server's labels file; () if a name is not exactly one line."""
+    """Returns the class names for the server's labels file; () for features or names of several lines."""
     names = info.class_names or ()
     one_per_line = all([name.strip()] == name.splitlines() for name in names)
     return names if info.output in ("logits", "probabilities") and one_per_line else ()
 
 
 def _shape_profile(info: OnnxInfo) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of an engine as "min", "opt" and "max"; none for a fixed shape."""
+    """Returns the shapes of an engine as "min", "opt" and "max"; {} for a fixed shape."""
     signature = read_signature(info)
     profile = {}
     for name, batch, part in PROFILE if None in signature.shape else ():

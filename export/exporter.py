@@ -47,32 +47,31 @@ def export_onnx(
     """Exports a Vision Transformer to an ONNX file, and verifies that its outputs match the model.
 
     Args:
-        model: A VisionTransformer of vit_fast, timm, transformers or torchvision, fused or not, on any backend,
-            device and dtype. It is not modified.
+        model: A Vision Transformer of vit_fast, timm, transformers or torchvision, which is not modified.
         path: The .onnx file to write.
-        opset: ONNX operator set, 18 or newer; None means 20, and 22 for bf16, the first that supports it.
-        dynamic_batch: Accept any number of images; otherwise one.
-        dynamic_size: Accept any height and width divisible by the patch; positions are interpolated in the graph.
-        precision: "fp32", "fp16", "bf16"; "int8": static, calibrated; "int8-dynamic": ranges computed at run time;
-            "fp8": e4m3, calibrated, the rest fp16. 8-bit precisions keep layers in float until the loss is acceptable.
+        opset: ONNX operator set, 18 or newer; None means 20, or 22 for bf16.
+        dynamic_batch: True accepts any batch size, False only 1.
+        dynamic_size: Accept any height and width divisible by the patch size; positions are interpolated in the graph.
+        precision: "fp32", "fp16", "bf16", "int8" (calibrated), "int8-dynamic" (ranges are computed at run time), or
+            "fp8" (e4m3, calibrated). In 8-bit precisions, layers stay in float until the loss is acceptable.
         preprocess: Accept uint8 pixels [batch, height, width, channels] of any size; the file resizes, crops and
-            normalizes them.
+            normalizes the images.
         target: "generic": standard operators only. "ort-cpu", "ort-cuda": ONNX Runtime's fused operators. "tensorrt":
-            operators of its parser.
+            operators that TensorRT supports.
         output: "logits", "probabilities" (softmax) or "features" (pooled, before the head).
         external_data: Store weights beside the file, in PATH.data; None means only if they exceed 2 GB.
-        calibration: Image files and folders to measure activations on: required for "int8" and "fp8"; for
-            "int8-dynamic", they only determine which channels are large.
-        images: Image files and folders to verify with; None means a sample image of matplotlib, and for
-            8-bit precisions the images of `calibration` that were not used to calibrate, if any.
-        validation: Folder of labeled images, one subfolder per class: measures the accuracy of model and file, and
-            rejects a file that loses more than 0.6 percentage points and more than one image.
-        data_config: Preprocessing, if the model has none.
-        class_names: Names of the outputs, if the model has none.
+        calibration: Image files and folders to measure activations on. Required for "int8" and "fp8", optional for
+            "int8-dynamic".
+        images: Image files and folders to verify with. None means unused images of `calibration`, or a sample image of
+            matplotlib.
+        validation: Folder of labeled images, one subfolder per class, to compare the accuracy of model and file. The
+            file may lose 0.6 percentage points or one image, whichever is more.
+        data_config: Preprocessing; None means the model's.
+        class_names: Names of the classes; None means the model's.
         source: Origin of the weights, for the metadata.
         verify: Compare the file with the eager model; a file that fails is removed.
     Returns:
-        The file's properties, and its difference from the model.
+        The file's properties, and the difference of its outputs from the model's.
     Raises:
         ValueError: an argument is invalid, or a required one is missing.
         UnsupportedInputError: arguments conflict, or the model cannot be exported; lists all reasons.
@@ -92,7 +91,7 @@ def export_onnx(
         precision=precision, preprocess=preprocess, target=target, output=output, external_data=external_data,
     )  # fmt: skip
     if runs_in_fp8(model):
-        reason = "the model must be in float: call fuse without precision, and export with precision='fp8'"
+        reason = "the model must not be in FP8 already: pass the original model, and export with precision='fp8'"
         raise UnsupportedInputError("export of a model in FP8", [reason])
     vit = recognize(model)
     _complete(vit, options, data_config, class_names)
@@ -157,7 +156,7 @@ def _complete(
 def _images(
     options: ExportOptions, calibration: Iterable[str | Path] | None, images: Iterable[str | Path] | None, verify: bool
 ) -> tuple[list[Image.Image], list[Image.Image], int]:
-    """Returns the images to calibrate with, the images to verify with, and how many of the latter are not crops."""
+    """Returns calibration images, verification images, and how many verification images are not crops."""
     if not options.is_eight_bit and calibration is not None:
         raise ValueError(f"calibration images require precision int8, int8-dynamic or fp8, got {options.precision}")
     if options.needs_calibration and calibration is None:
@@ -168,7 +167,7 @@ def _images(
         return measured, [], 0
     given = (left_over(files, CALIBRATION_IMAGES) or None) if images is None else find_images(images)
     count = HELD_OUT_IMAGES if options.is_eight_bit else IMAGES
-    if given:  # for 8-bit precisions all of them, because rare changes of the class show only on many images
+    if given:  # 8-bit precisions need many images, because the class changes rarely
         count = min(count, max(IMAGES, len(given)))
     return measured, read_images(given, count, seed=1), min(count, len(given or [None]))
 
@@ -183,7 +182,7 @@ def _batches(images: list[Image.Image], vit: ImageModel, options: ExportOptions)
 def _write_metadata(
     path: Path, vit: ImageModel, options: ExportOptions, source: str | None, report: ExportReport
 ) -> None:
-    """Replaces the metadata of a file: prefixed keys, values in JSON. Does not read the weights beside it."""
+    """Replaces the metadata of a file: prefixed keys, values in JSON. Does not read external weights."""
     normalized = "[batch, channels, height, width] fp32, normalized by data_config"
     facts: dict[str, Any] = {"format": 1, "model": vit.name, "source": source} | report.measured()
     facts |= {name: getattr(vit, name) for name in ("library", "config", "class_names", "image_hw", "patch_hw")}
@@ -203,10 +202,10 @@ def _write_metadata(
 def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel, whole: int) -> list[str]:
     is_int8, on_gpu = options.precision.startswith("int8"), options.target in ("ort-cuda", "tensorrt")
     slow_on_gpu = "int8 is usually slower than fp16 on a GPU: measure both"
-    saturates = "int8 is fast on CPUs with VNNI (avx512_vnni, avx_vnni); other CPUs may saturate sums: verify on yours"
+    saturates = "int8 is fast on CPUs with VNNI (avx512_vnni, avx_vnni); on other CPUs, sums may saturate: verify there"
     in_fp32 = "ONNX Runtime's CPU provider computes fp16 files in fp32: half the size, but no speedup"
-    new_operator = "the Attention operator needs TensorRT 10.14 or newer; opset 22 or older avoids it"
-    no_data_config = "the model has no data_config: pass one to store the preprocessing in the metadata"
+    new_operator = "the Attention operator needs TensorRT 10.14 or newer: for older versions, export with opset 22"
+    no_data_config = "the model has no data_config: pass data_config to store the preprocessing in the metadata"
     few_images = (
         f"the outputs were compared on few images (files: {whole}) and crops of them: pass "
         f"{MIN_HELD_OUT + CALIBRATION_IMAGES} or more as `calibration` (--calibrate), or in Python {MIN_HELD_OUT} or "

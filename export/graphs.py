@@ -1,7 +1,7 @@
 """ONNX graphs: captures models with torch.export, optimizes the graphs for their target, runs and saves them.
 
-Encoder blocks run from BlockParts, with q, k and v as one linear layer, whatever the library. Attention becomes the
-operators that are fastest on the target:
+Encoder blocks of all libraries run from BlockParts (vit_fast/blocks/parts.py), with q, k and v as one linear layer.
+Attention becomes the operators that are fastest on the target:
 
     ONNX Runtime     com.microsoft's MultiHeadAttention on tokens [B, N, C]
     opset 23         ONNX's Attention, on tokens, or for TensorRT on heads [B, H, N, D]
@@ -61,7 +61,7 @@ class ExportedBlock(nn.Module):
         self._options = options
         self.qkv = None
         qkv = self._attention.qkv
-        if not len(qkv.weights) == len(qkv.biases) == 1:  # concatenate them once, as constants
+        if not len(qkv.weights) == len(qkv.biases) == 1:  # concatenate q, k and v once, as constants
             self.qkv = nn.Module()
             for name, tensor in zip(("weight", "bias"), qkv.tensors(), strict=True):
                 self.qkv.register_buffer(name, None if tensor is None else tensor.detach().contiguous())
@@ -132,7 +132,7 @@ def decompositions(options: ExportOptions) -> dict[Any, Callable[..., Any]]:
             heads = q.shape[1]
             q, k, v = (each.transpose(1, 2).flatten(2) for each in (q, k, v))
             return _on_tokens(q, k, v, heads, scale, options).unflatten(2, (heads, -1)).transpose(1, 2)
-        if attn_mask is None and options.attention:  # one output: TensorRT does not support the other ones
+        if attn_mask is None and options.attention:  # TensorRT supports only the first output
             return symbolic(
                 "Attention", (q, k, v), {"scale": scale}, dtype=q.dtype, shape=q.shape, version=ATTENTION_OPSET
             )
@@ -170,20 +170,20 @@ class _Exported(nn.Module):
 
 
 def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
-    """Captures a model as an ONNX graph of "images" in fp32."""
+    """Captures a model as an ONNX graph whose input "images" is fp32."""
     if options.dtype != "fp32":
         vit = vit.copy_in(DTYPES[options.dtype])
     vit = dataclasses.replace(vit, model=sharing_copy(vit.model))
     blocks: list[Any] = [module for module in vit.model.modules() if isinstance(module, FusedNormMlp)]
     for block in blocks:
         parts = block.read()
-        if runs_whole(parts):  # the block's own forward computes positions and masks
+        if runs_whole(parts):  # the block's forward computes positions and masks, and calls run_as_block
             block.vit_fast_exported = ExportedBlock(parts, options)
             block.ready, block.is_idle = lambda parts=parts: parts, lambda: False
             block.run_as_block = block.vit_fast_exported.run_as_block
     with vit.exporting("sdpa", options.dynamic_size), _quiet(), torch.no_grad():
         model = _to_onnx(_Exported(vit, options).eval(), vit, options)
-    if (written := model.opset_imports.get("")) != options.opset:  # its converter cannot lower the newest opsets
+    if (written := model.opset_imports.get("")) != options.opset:  # torch cannot always lower the opset
         raise UnsupportedInputError(f"opset {options.opset}", [f"torch wrote opset {written} instead"])
     for node in model.graph.all_nodes():
         if node.op_type == "Resize":  # before onnxscript 0.7.2, these attributes do not match torch
@@ -193,7 +193,7 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
             if node.attributes.get_string("coordinate_transformation_mode") == "pytorch_half_pixel":
                 node.attributes.add(ir.AttrString("coordinate_transformation_mode", "half_pixel"))
     names = (BATCH, "channels", *(f"{patch}*{name}" for patch, name in zip(vit.patch_hw, ("rows", "columns"))))
-    for value in (model.graph.inputs[0], model.graph.outputs[0]):  # torch calls the dynamic dimensions s34
+    for value in (model.graph.inputs[0], model.graph.outputs[0]):  # torch's names of dynamic dimensions are like s34
         value.shape = ir.Shape([dim if isinstance(dim, int) else name for dim, name in zip(value.shape or (), names)])
     common_passes.ClearMetadataAndDocStringPass()(model)
     return model
@@ -202,7 +202,7 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
 def _to_onnx(module: nn.Module, vit: ImageModel, options: ExportOptions) -> ir.Model:
     (height, width), (patch_h, patch_w) = vit.image_hw, vit.patch_hw
     dimensions: dict[int, Any] = {0: torch.export.Dim(BATCH)} if options.dynamic_batch else {}
-    if options.dynamic_size:  # trace with a size that is neither the model's nor square, or torch specializes it
+    if options.dynamic_size:  # torch would specialize a square, or the model's own size
         height, width = height + patch_h, width + 2 * patch_w
         dimensions |= {2: patch_h * torch.export.Dim("rows"), 3: patch_w * torch.export.Dim("columns")}
     example = torch.randn(2 if options.dynamic_batch else 1, vit.in_chans, height, width)
@@ -217,7 +217,7 @@ def _to_onnx(module: nn.Module, vit: ImageModel, options: ExportOptions) -> ir.M
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        reason = f"torch cannot export it: {type(cause).__name__}: {str(cause).strip()[:300]}".splitlines()[0]
+        reason = f"torch cannot export the model: {type(cause).__name__}: {str(cause).strip()[:300]}".splitlines()[0]
         raise UnsupportedInputError(f"export of {vit.name}", [reason]) from error
     model: ir.Model = program.model
     return model
@@ -225,7 +225,7 @@ def _to_onnx(module: nn.Module, vit: ImageModel, options: ExportOptions) -> ir.M
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides what torch 2.11 prints, deprecation warnings, and a warning for each node that onnxscript does not fold."""
+    """Hides the output of torch 2.11, and the warnings of torch and onnxscript."""
     logger = logging.getLogger("onnxscript.optimizer")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -237,19 +237,19 @@ def _quiet() -> Iterator[None]:
 
 
 def optimize(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[Fusion]:
-    """Removes transposes and, for ONNX Runtime, fuses LayerNorm and GELU, in place; returns the target's fusions."""
+    """Removes inverse transposes and fuses operators for the target, in place; returns the fusions."""
     # remove pairs of inverse transposes, which libraries use around attention
     rewrite(model, [transpose_transpose_rule, no_op_transpose_rule])
     if options.targets_ort:
         fuse_bias_gelu(model)
         model.opset_imports[MICROSOFT] = 1
-    # In profiles of ONNX Runtime 1.31 on a CPU, SkipLayerNormalization is not vectorized, unlike the two others.
+    # On a CPU, ONNX Runtime 1.31 does not vectorize SkipLayerNormalization, unlike Add and LayerNormalization.
     if options.target == "ort-cuda":
         fuse_skip_layer_normalization(model)
     common_passes.RemoveUnusedNodesPass()(model)
     skip_note = "the last LayerNorm follows pooling, or a block has another residual structure"
     wanted = [
-        (options.attention, vit.attentions, "the others have a mask or do not call scaled_dot_product_attention"),
+        (options.attention, vit.attentions, "attention with a mask or without scaled_dot_product_attention stays"),
         ("BiasGelu" if options.targets_ort else None, vit.depth, "only exact GELU after a bias is fused"),
         ("SkipLayerNormalization" if options.target == "ort-cuda" else None, 2 * vit.depth, skip_note),
     ]
@@ -262,7 +262,7 @@ def count_nodes(model: ir.Model) -> Counter[str]:
 
 
 def forget_inner_shapes(model: ir.Model) -> None:
-    """Removes shapes and types of inner values: the runtime infers them, and outdated ones break quantizers."""
+    """Removes shapes and types of inner values: the runtime infers them, and outdated shapes break quantizers."""
     for node in model.graph:
         for value in node.outputs:
             if not value.is_graph_output():
@@ -288,7 +288,7 @@ def save(model: ir.Model, path: Path, external: bool | None = None) -> str | Non
 def run_graph(
     model: ir.Model, batches: Iterable[np.ndarray], values: Sequence[ir.Value] | None = None
 ) -> Iterator[list[np.ndarray]]:
-    """Runs a graph with one input in ONNX Runtime on the CPU, and yields its outputs, or these inner values."""
+    """Runs a graph with one input in ONNX Runtime on the CPU, and yields its outputs, or `values`."""
     outputs = list(model.graph.outputs)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.onnx"

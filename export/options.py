@@ -69,7 +69,7 @@ class ExportOptions:
 
     @property
     def dtype(self) -> str:
-        """Dtype of what is not quantized; in 8-bit files for TensorRT fp16, because TensorRT adds no casts."""
+        """Dtype of all layers that are not quantized. For TensorRT, 8-bit files use fp16: it adds no casts."""
         if not self.is_eight_bit:
             return self.precision
         return "fp16" if self.precision == "fp8" or self.target == "tensorrt" else "fp32"
@@ -80,7 +80,7 @@ class ExportOptions:
 
     @property
     def attention(self) -> str | None:
-        """The operator that computes attention; None for MatMul, Softmax, MatMul."""
+        """The operator that computes attention; None means MatMul, Softmax, MatMul."""
         if self.targets_ort:
             return "MultiHeadAttention"
         return "Attention" if self.opset >= ATTENTION_OPSET else None

@@ -2,8 +2,8 @@
 
     [batch, height, width, channels] uint8 -> resize (antialiased) -> center crop -> (x / 255 - mean) / std -> NCHW
 
-Steps, order and rounding of sizes are those of `make_transform` in vit_fast/apps/data.py and of timm. Like Pillow,
-Resize rounds to uint8; in ONNX Runtime, the result differs from Pillow's by at most one gray level.
+Steps, order and rounding of sizes match `make_transform` in vit_fast/apps/data.py, and timm. Like Pillow, Resize
+rounds to uint8; in ONNX Runtime, the result differs from Pillow's by at most one gray level.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .graphs import BATCH
 
 MODES = {"bicubic": "cubic", "bilinear": "linear"}  # not nearest: ONNX Runtime breaks ties differently from Pillow
 
-# the shorter side becomes scaled_hw, the longer one int(scaled * long / short), as torchvision rounds
+# the shorter side becomes scaled_hw, the longer side int(scaled * long / short), as in torchvision
 SQUARE = """
     short = ReduceMin <keepdims = 1> (hw)
     product = Mul (hw, scaled_hw)
@@ -67,7 +67,7 @@ preprocess (uint8[{batch}, height, width, {in_chans}] pixels) => (float[{batch},
 def preprocessing_model(
     data_config: DataConfig, image_hw: Size, in_chans: int, opset: int, batch: int | None = None
 ) -> ir.Model:
-    """Returns the preprocessing of "pixels" uint8, for a fixed batch size, or for any if `batch` is None."""
+    """Returns a graph that preprocesses uint8 "pixels". `batch` None accepts any batch size."""
     if data_config.interpolation not in MODES:
         reason = f"interpolation must be one of {', '.join(MODES)} in ONNX, got {data_config.interpolation}"
         raise UnsupportedInputError("preprocess=True", [reason])
@@ -88,7 +88,7 @@ def preprocessing_model(
 
 
 def prepend(model: ir.Model, first: ir.Model) -> None:
-    """Feeds the output of `first`, whose nodes are moved, into the only input of a model."""
+    """Moves the nodes of `first` to the start of a model, and feeds its output into the model's only input."""
     nodes, constants = list(first.graph), list(first.graph.initializers.values())
     (pixels,), (images,), old = first.graph.inputs, first.graph.outputs, model.graph.inputs[0]
     for contents in (first.graph.outputs, first.graph.inputs, first.graph.initializers):

@@ -1,12 +1,12 @@
 """Quantizes a graph to 8 bits: smooths, calibrates, and keeps layers in float until the loss is within the budget.
 
 Quantizes the linear layers inside blocks and, for e4m3, the MatMuls of attention. Norms, patch embedding and head stay
-in float; they need only a few percent of a ViT's operations. The quantizers of ONNX Runtime write the nodes, with
-scales of vit_fast/quantization/schemes.py. Each DequantizeLinear feeds its MatMul directly, also in attention, so that
-TensorRT fuses them.
+in float, because they need only a few percent of a ViT's operations. The quantizers of ONNX Runtime write the nodes,
+with scales of vit_fast/quantization/schemes.py. Each DequantizeLinear feeds its MatMul directly, so that TensorRT can
+fuse the pair.
 
-Smoothing divides the output of a norm by s, through its weight and bias. In large ViTs, some channels are 100 to 1000
-times larger than the others. Without smoothing, the others would get almost none of the 8-bit range.
+Smoothing divides each output channel of a norm by a scale, and multiplies the weights that follow. In large ViTs, some
+channels are 100 to 1000 times larger than most. Without smoothing, most channels would use little of the 8-bit range.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .report import FLIPS, RMS, Check, Quantized, loss_of
 from .runtime.metadata import inspect_onnx, read_signature
 
 ERROR_BATCHES = 4  # held-out batches used to sort the MatMuls by error
-MARGIN = 0.9  # share of the error budget that quantization may use; the file, compared with eager, may use all of it
+MARGIN = 0.9  # share of the error budget that quantization may use; the final verification allows all of it
 PARAMETERS = {  # positions of weight and bias among a norm's inputs
     "LayerNormalization": (1, 2), "SkipLayerNormalization": (2, 3), "RMSNormalization": (1,),
     "SimplifiedLayerNormalization": (1,), "SkipSimplifiedLayerNormalization": (2,),
@@ -42,7 +42,7 @@ ZEROS: dict[str, Any] = {"int8": np.int8, "uint8": np.uint8, "e4m3": ml_dtypes.f
 
 
 class CalibrationError(VitFastError, ValueError):
-    """A calibration cannot be computed."""
+    """Activations are infinite or NaN on a calibration image."""
 
 
 class QuantisationError(VitFastError, RuntimeError):
@@ -79,8 +79,8 @@ def matmuls_of(model: ir.Model, scheme: Scheme) -> list[MatMul]:
         if node.op_type == "MatMul" and not node.domain:
             x, weight = node.inputs[0], constant_of(node.inputs[1])
             if x is not None and weight is not None and weight.ndim == 2 and (x.shape is None or len(x.shape) == 3):
-                # Named after its bias, because the exporter renames transposed weights. If several constants follow,
-                # the last one is the bias: in SkipLayerNormalization, it follows that of the norm.
+                # Named after its bias, because the exporter renames transposed weights. The last bias that follows is
+                # the layer's, because SkipLayerNormalization reads the bias of the norm first.
                 read = [value for use in node.outputs[0].uses() for value in use.node.inputs if value is not None]
                 biases = [str(v.name) for v in read if v.const_value is not None and str(v.name).endswith(".bias")]
                 name = biases[-1].removeprefix("model.").removesuffix(".bias") if biases else str(node.name)
@@ -101,8 +101,8 @@ def quantize(
 ) -> tuple[ir.Model, Quantized]:
     """Quantizes a float graph, which is smoothed in place.
 
-    Observes the batches of `calibration`, which may be empty for "int8-dynamic". Measures the loss on `held_out`; if
-    it is empty, quantizes all layers. At most half of the linear layers stay in float.
+    Observes the batches of `calibration`, which may be empty for "int8-dynamic". Measures the loss on `held_out`.
+    Without held-out batches, quantizes all layers. At most half of the linear layers stay in float.
     """
     scheme = Scheme("e4m3" if options.precision == "fp8" else "int8" if options.target == "tensorrt" else "uint8")
     matmuls = matmuls_of(model, scheme)
@@ -130,7 +130,7 @@ def quantize(
         if found is None:
             raise QuantisationError(
                 f"{options.precision} with {most} of {len(matmuls)} MatMuls in float: the rms error must be at most "
-                f"{MARGIN * RMS:g} and confident predictions may change on {MARGIN * FLIPS:.1%} of the images, "
+                f"{MARGIN * RMS:g}, confident predictions may change on at most {MARGIN * FLIPS:.1%} of the images, "
                 f"got {loss(tuple(order[:most])).line()}"
             )
         excluded = found
@@ -175,7 +175,7 @@ def observe(model: ir.Model, readers: Readers, batches: Sequence[np.ndarray]) ->
 
 
 def choose_ranges(readers: Readers, seen: Mapping[str, Observation], scheme: Scheme) -> dict[str, Range]:
-    """Returns a range per activation: 0 to 1 after a softmax, else with the smallest error of the linear layers."""
+    """Returns a range per activation: 0 to 1 after a softmax, otherwise the range with the smallest error."""
     ranges = {}
     for value, users in readers.items():
         name, producer = str(value.name), value.producer()
@@ -194,7 +194,7 @@ def choose_ranges(readers: Readers, seen: Mapping[str, Observation], scheme: Sch
 def smooth(
     model: ir.Model, readers: Readers, seen: Mapping[str, Observation], scheme: Scheme
 ) -> dict[str, Observation]:
-    """Moves scales from the outputs of norms into the linear layers that follow; returns the observations after it.
+    """Moves scales from the outputs of norms into the linear layers that follow; returns the smoothed observations.
 
     Skips a norm whose output has other readers. Without an observation, estimates the largest magnitude of a channel
     from the norm's weight and bias.
@@ -230,7 +230,7 @@ def _outputs(model: ir.Model, batches: Sequence[np.ndarray]) -> np.ndarray:
 def _by_error(
     matmuls: Sequence[MatMul], seen: Mapping[str, Observation], ranges: Mapping[str, Range], scheme: Scheme
 ) -> list[MatMul]:
-    """Sorts the MatMuls: attention first, then by the error if one alone is quantized, the largest first."""
+    """Sorts the MatMuls: attention first, then by the error of the MatMul alone, largest first."""
 
     def relative(moved: np.ndarray, exact: np.ndarray) -> float:
         return float(np.square(moved - exact).sum() / max(np.square(exact).sum(), 1e-30))
@@ -251,7 +251,7 @@ def _by_error(
 def write_nodes(model: ir.Model, matmuls: Sequence[MatMul], scheme: Scheme, ranges: Mapping[str, Range]) -> ir.Model:
     """Returns a copy with these MatMuls in QDQ format, and weights in int8 or e4m3.
 
-    Without `ranges`, they become integer MatMuls of uint8 and int8 that compute the ranges at run time.
+    Without `ranges`, the copy has integer MatMuls of uint8 and int8, with ranges that are computed at run time.
     """
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.calibrate import TensorData
@@ -286,7 +286,7 @@ def write_nodes(model: ir.Model, matmuls: Sequence[MatMul], scheme: Scheme, rang
     quantizer: Any
     if ranges:
         add_infer_metadata(proto)
-        unused = TensorData(lowest=np.zeros(1, np.float32), highest=np.ones(1, np.float32))  # see `overrides`
+        unused = TensorData(lowest=np.zeros(1, np.float32), highest=np.ones(1, np.float32))  # `overrides` replaces it
         options: dict[str, Any] = {"OpTypesToExcludeOutputQuantization": ["MatMul"], "TensorQuantOverrides": overrides}
         tensors_range = dict.fromkeys(activations, unused)
         quantizer = QDQQuantizer(proto, tensors_range=tensors_range, extra_options=options, **common)

@@ -19,17 +19,17 @@ from .runtime.metadata import two_columns
 if TYPE_CHECKING:
     from rich.table import Table
 
-SURE = 0.1  # the model counts as sure of an image if it prefers its class to the file's by this probability
-FLIPS = 0.01  # allowed share of images whose class changes although the model is sure of it
+SURE = 0.1  # a changed class counts if the model prefers its own class to the file's by this probability
+FLIPS = 0.01  # allowed share of images with a changed class that counts (see SURE)
 RMS = 0.05  # allowed root mean square error of the logits, in standard deviations of the logits
 EIGHT_BIT_BUDGET = f"rms error <= {RMS:g}, confident predictions change on at most {FLIPS:.0%} of the images"
-POINTS = 0.006  # allowed loss of accuracy relative to the model; one more misclassified image is always allowed
+POINTS = 0.006  # allowed loss of accuracy relative to the model; one image is always allowed
 LEAST_PROBABILITY = 1e-30  # replaces smaller probabilities before the logarithm
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """Number of nodes of a fused operator, and their number if all blocks were fused; why some are not, if known."""
+    """Number of nodes of a fused operator, and the number if all blocks were fused; `note` explains a difference."""
 
     name: str
     fused: int
@@ -64,7 +64,7 @@ class Check:
     max_error: float  # largest |file - model|, divided by the largest |model| if that is above 1
     rms_error: float  # root mean square of the difference, in standard deviations of the model's output
     top1_agreement: float | None  # share of images with the same most probable class; None for features
-    flips: int  # images with another class although the model was sure of its own
+    flips: int  # images with a changed class that counts (see SURE)
     batch: int = 0  # the largest batch size
     image_hw: tuple[int, int] = (0, 0)
     passed: bool = False  # the error is within the budget
@@ -177,8 +177,8 @@ class ExportReport:
 def loss_of(got: np.ndarray, expected: np.ndarray, output: Output) -> Check:
     """Compares outputs [B, classes], outputs per token [B, N, classes], or features [B, C].
 
-    Compares probabilities by their logarithms log max(p, 1e-30): with many classes, all probabilities are small, and
-    even unrelated ones would look equal.
+    Compares probabilities by their logarithms log max(p, 1e-30). With many classes, all probabilities are small, so
+    that even unrelated probabilities would look equal.
     """
     agreement, flips = None, 0
     if output == "probabilities":

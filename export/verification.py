@@ -29,7 +29,7 @@ from .report import POINTS, Accuracy, Check, loss_of
 from .runtime.metadata import ModelFileError
 from .runtime.runner import OnnxRunner
 
-FP64_PARAMETERS = 200_000_000  # larger models are compared with eager in fp32: a copy in fp64 needs too much memory
+FP64_PARAMETERS = 200_000_000  # larger models are compared with eager in fp32, because an fp64 copy needs too much memory
 IMAGES, IMAGES_LARGE, LABELED_BATCH = 8, 3, 16
 PIXEL_TOLERANCE = 1.5  # largest difference between the graph's preprocessing and Pillow's, in gray levels
 
@@ -45,7 +45,7 @@ def verify_file(
     on_cuda = options.target in ("ort-cuda", "tensorrt") or options.precision == "bf16"
     try:
         onnx.checker.check_model(str(path), full_check=not options.targets_ort)
-        # "auto": without CUDA, or e.g. too little memory, the CPU verifies the file
+        # "auto" uses the CPU if CUDA is not available
         runner = OnnxRunner(path, "auto" if on_cuda else "cpu", threads=torch.get_num_threads())
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ModelFileError) as error:
         raise VerificationError(f"the file is invalid: {error}") from error
@@ -101,7 +101,7 @@ def _batches(
 
 
 def check_labeled(folder: Path, vit: ImageModel, options: ExportOptions) -> list[tuple[Path, int]]:
-    """Returns the labeled images of a folder, if the file classifies and the preprocessing is known."""
+    """Returns the labeled images of a folder; rejects features, and models without data_config."""
     if options.output == "features" or not vit.num_classes:
         raise UnsupportedInputError("validation", ["the file must output classes, got features"])
     if vit.data_config is None:
@@ -112,7 +112,7 @@ def check_labeled(folder: Path, vit: ImageModel, options: ExportOptions) -> list
 def measure_accuracy(
     path: Path, vit: ImageModel, options: ExportOptions, labeled: Sequence[tuple[Path, int]]
 ) -> Accuracy:
-    """Measures the accuracy of the file and its model, both on the CPU, and rejects a file that loses too much."""
+    """Measures the accuracy of the file and its model on the CPU; raises VerificationError if the file loses too much."""
     image_hw = None if options.preprocess else vit.image_hw
     runner = OnnxRunner(path, "cpu", data_config=vit.data_config, image_hw=image_hw, output=options.output)
 

@@ -132,7 +132,7 @@ def test_a_mask_per_query_reaches_the_original() -> None:
     [
         ("qwen2_5_vl", "must require only images, but also requires grid_thw", "also requires grid_thw"),
         ("siglip2", "also requires pixel_attention_mask", "also requires pixel_attention_mask"),
-        ("pixtral", "the tower reads the sizes of its images on the host", "torch cannot export it"),
+        ("pixtral", "the tower reads the sizes of its images on the host", "torch cannot export the model"),
         ("idefics3", "copies its patch mask to the host", None),
     ],
 )

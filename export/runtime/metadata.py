@@ -33,7 +33,7 @@ class ModelFileError(VitFastError, ValueError):
 
 
 def read_proto(path: str | Path) -> onnx.ModelProto:
-    """Reads the graph of an ONNX file without the weights beside it, after checking both."""
+    """Checks an ONNX file and its external weights, and reads the graph without these weights."""
     path = Path(path)
     if not path.is_file():  # reading a pipe would block
         reason = "must be an ONNX file, got a folder, pipe or device" if path.exists() else "no such file"
@@ -41,7 +41,7 @@ def read_proto(path: str | Path) -> onnx.ModelProto:
     try:
         proto = onnx.load_model(path, format="protobuf", load_external_data=False)
     except (DecodeError, ValueError, RuntimeError, OSError) as error:
-        raise ModelFileError(f"{path}: not an ONNX file, or it is truncated or unreadable: {error}") from None
+        raise ModelFileError(f"{path}: not an ONNX file, or truncated, or unreadable: {error}") from None
     if not proto.HasField("graph") or not proto.graph.node or not proto.opset_import or not proto.graph.output:
         raise ModelFileError(f"{path}: not an ONNX model: it must have a graph with nodes and outputs, and an opset")
     folder = path.parent.resolve()  # ONNX Runtime searches beside the given name, even if that is a link
@@ -58,7 +58,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def copy_model(path: Path, target: Path) -> None:
-    """Copies a model file to `target`, and the files of its weights to the same folder, under their names."""
+    """Copies a model file to `target`, and the files of its weights into the folder of `target`."""
     for part in parts_of(path):
         copy = target if part == path else target.parent / part.relative_to(path.parent)
         if part != path and copy == target:
@@ -71,7 +71,7 @@ def _unsafe(folder: Path, location: str, fields: dict[str, str]) -> str:
     """Returns the reason to reject weights: outside the model's folder, behind a link, or in a file that is too short.
 
     ONNX Runtime rejects absolute paths, ".." and symbolic links, but not hard links, which can refer to any file on the
-    same disk. So this also rejects files with more than one hard link.
+    same disk. This function also rejects files with more than one hard link.
     """
     parts = location.replace("\\", "/").split("/")
     if not location or Path(location).is_absolute() or ".." in parts or ":" in parts[0]:
@@ -119,7 +119,7 @@ class OnnxInfo:
     class_names: tuple[str, ...] | None = None  # None if unknown
     output: str | None = None  # "logits", "probabilities" or "features"; None if unknown
     fp8: bool = False  # weights are in e4m3
-    metadata: dict[str, Any] = field(default_factory=dict)  # the rest of export_onnx, or all of another exporter
+    metadata: dict[str, Any] = field(default_factory=dict)  # other fields of export_onnx, or all of another exporter
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -140,7 +140,7 @@ class OnnxInfo:
 
 
 def two_columns(title: str, rows: Iterable[tuple[str, Any]]) -> Table:
-    """Returns a table of names and values, in which markup of rich has no effect."""
+    """Returns a table of names and values, which are not parsed as rich markup."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -228,14 +228,14 @@ class Signature:
     takes_pixels: bool  # the input is [B, height, width, channels] in uint8; otherwise [B, channels, height, width]
     shape: tuple[int | None, ...]  # of the input; None: any
     in_chans: int
-    image_hw: Size | None  # images must be resized to it; None if unknown
-    patch_hw: Size | None  # divides the sides of images of any size
+    image_hw: Size | None  # size of the images; None if unknown
+    patch_hw: Size | None  # images of any size must have multiples of it as sides
     output: str
     output_dtype: np.dtype[Any]
-    output_tail: tuple[int, ...] | None  # shape of the output after the batch axis; None if it or the dtype is unknown
+    output_tail: tuple[int, ...] | None  # shape of the output after the batch axis; None if unknown
 
     def check(self, images: Any) -> None:
-        """Raises ValueError unless dtype and shape of numpy or torch images match the file."""
+        """Raises ValueError if the dtype or shape of numpy or torch images does not match the file."""
         shape, dtype, problem = tuple(images.shape), str(images.dtype).removeprefix("torch."), ""
         if dtype != str(self.dtype):
             problem = f"dtype must be {self.dtype}, got {dtype}"
@@ -251,7 +251,7 @@ class Signature:
 
 
 def read_signature(info: OnnxInfo) -> Signature:
-    """Returns the signature of a file; raises ModelFileError unless images are its only input."""
+    """Returns the signature of a file; raises ModelFileError if the file does not take one batch of images."""
     entry, out = info.inputs[0] if info.inputs else {}, info.outputs[0]
     if len(info.inputs) != 1 or entry["dtype"] not in DTYPES or len(entry["shape"]) != 4:
         got = "; ".join(f"{entry['name']} {entry['dtype']} {entry['shape']}" for entry in info.inputs)

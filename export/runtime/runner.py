@@ -1,4 +1,4 @@
-"""OnnxRunner: runs an exported ViT in ONNX Runtime, and never replaces a provider that was requested by name."""
+"""OnnxRunner: runs an exported ViT in ONNX Runtime, on the requested execution provider or not at all."""
 
 from __future__ import annotations
 
@@ -110,16 +110,16 @@ class OnnxRunner:
 
     Args:
         path: The .onnx file.
-        device: "cpu", "cuda", "cuda:N", "tensorrt", "tensorrt:N", "openvino"; "auto" is cuda if available, else cpu
-            (`notes` contains the reason).
+        device: "cpu", "cuda", "cuda:N", "tensorrt", "tensorrt:N", "openvino" or "auto". "auto" means cuda if available,
+            otherwise cpu.
         threads: Threads per operator on the CPU; None means ONNX Runtime's default (all cores).
         max_batch: Larger batches are split into batches of this size. A fixed batch size of the file takes precedence.
-        io_binding: Bind CUDA tensors without copies; they stay on the device.
+        io_binding: Read and write CUDA tensors in place, without copies to the host.
         cuda_graph: Capture a CUDA graph of max_batch images and replay it; smaller batches are padded.
-        data_config: Preprocessing, if the file has none.
-        class_names: Names of the outputs, if the file has none.
+        data_config: Preprocessing; None means the file's.
+        class_names: Names of the classes; None means the file's.
         image_hw: Height and width to resize images to, if the file has no fixed size.
-        output: "logits", "probabilities" or "features", if the file has no such metadata; None means logits.
+        output: "logits", "probabilities" or "features"; None means the file's metadata, or else logits.
         optimize: Let ONNX Runtime optimize the graph when loading it.
 
     Attributes:
@@ -161,7 +161,7 @@ class OnnxRunner:
         if output is not None:
             check_choice("output", output, get_args(Output))
             if self.info.output not in (None, output):
-                raise ValueError(f"output must be {self.info.output!r} like the file's, got {output!r}")
+                raise ValueError(f"output must be {self.info.output!r}, the output of the file, got {output!r}")
         self.output = output or self.info.output or "logits"
         classes, known = signature.output_tail[-1] if signature.output_tail else None, self.class_names
         if known is not None and classes not in (None, len(known)) and self.output != "features":
@@ -172,7 +172,7 @@ class OnnxRunner:
             if self.takes_pixels:
                 raise ValueError(f"image_hw must be None, because the file resizes images itself, got {image_hw!r}")
             if any(n is not None and n != side for n, side in zip(fixed, self.image_hw)):
-                raise ValueError(f"image_hw must be {fixed} like the file's input, got {image_hw!r}")
+                raise ValueError(f"image_hw must be {fixed}, the input size of the file, got {image_hw!r}")
         if cuda_graph and kind not in ("auto", "cuda"):
             raise UnsupportedInputError("cuda_graph=True", [f"the device must be cuda, got {kind}"])
         options: dict[str, Any] = {"threads": threads, "optimize": optimize, "fp8": self.info.fp8}
@@ -197,9 +197,8 @@ class OnnxRunner:
         """Runs the model.
 
         Args:
-            images: numpy array or torch tensor, on any device: fp32 (or fp16, like the file's input)
-                [B, channels, height, width], or uint8 [B, height, width, channels] or [height, width, channels] for a
-                file with preprocessing. Any B, including 0.
+            images: numpy array or torch tensor [B, channels, height, width] in the file's dtype, on any device. For a
+                file with preprocessing, uint8 [B, height, width, channels] or [height, width, channels]. B may be 0.
         Returns:
             The file's first output [B, ...], with the type and device of the input.
         Raises:
@@ -246,7 +245,7 @@ class OnnxRunner:
         prepared = [self.prepare(image) for image in images]
         if not prepared:
             return self.probabilities([Image.new("RGB", (8, 8))])[:0]
-        if self.takes_pixels:  # of any size
+        if self.takes_pixels:  # images of any size
             output = np.concatenate([self(pixels) for pixels in prepared])
         else:
             output = self(np.stack(prepared).astype(self._signature.dtype))
@@ -256,7 +255,7 @@ class OnnxRunner:
         return result
 
     def prepare(self, image: Image.Image) -> np.ndarray:
-        """Returns an image: preprocessed fp32 [channels, H, W], or uint8 [H, W, channels] if the file preprocesses."""
+        """Returns input of the file: preprocessed fp32 [channels, H, W], or pixels uint8 [H, W, channels]."""
         from PIL import Image
 
         from vit_fast.apps.data import make_transform
@@ -284,7 +283,7 @@ class OnnxRunner:
         images, signature = images.contiguous(), self._signature
         if signature.output_tail is None:
             remedy = "pass io_binding=False and cuda_graph=False"
-            reason = f"the file must state the shape and a floating dtype of its output: {remedy}"
+            reason = f"the file must contain the shape and a known dtype of its output: {remedy}"
             raise UnsupportedInputError("IO binding", [reason])
         dtype = getattr(torch, str(signature.output_dtype))
         output = torch.empty((len(images), *signature.output_tail), dtype=dtype, device=images.device)
