@@ -1,7 +1,7 @@
-"""The candidates of the benchmark: their names, which of them are the default, and the functions that build them.
+"""Candidates of the benchmark: names, defaults, and the functions that build them.
 
-All candidates of a group have the same weights. To add a candidate, add it to `_all`. A name may have a compile mode:
-`timm+compile`, `timm+compile:max-autotune`.
+All candidates of a group (see models.Group) have the same weights. To add a candidate, add it to `_all`. A compile mode
+may follow the name: `timm+compile`, `timm+compile:max-autotune`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vit_fast.model import VisionTransformer
 
 from .models import Group, OutputOf, weights_of
 
-# The most important ones first: the last ones are skipped if time runs out.
+# The most important candidates first. If time runs out, the last candidates are skipped.
 DEFAULT_NAMES = {
     "cpu": "timm timm+fused+frozen openvino onnxruntime timm+compile:freezing timm+fused+compile:freezing timm+compile"
     " timm+fused transformers torchvision sdpa eager onnxruntime-int8",
@@ -41,7 +41,7 @@ DEFAULT_NAMES = {
     " timm+fused+compile transformers+fused optimized onnxruntime tensorrt torchao-int8+compile triton-fp8"
     " torchao-fp8+compile",
 }
-# For other models than our variants, and for parts of models.
+# Defaults for other kinds of models (see Model.kind).
 NAMES = {
     "given": "given given+fused+frozen openvino onnxruntime given+compile:freezing given+fused+compile:freezing"
     " given+compile given+fused given+fused+compile",
@@ -53,7 +53,7 @@ NAMES = {
 
 
 def parse_candidate(word: str) -> Candidate:
-    """Returns the candidate of a word such as `timm+compile:max-autotune`; ValueError if there is none."""
+    """Parses a word such as `timm+compile:max-autotune`; raises ValueError for an unknown name or mode."""
     name, compiled, mode = word.strip().partition("+compile")
     if name not in CANDIDATES:
         nearest = difflib.get_close_matches(name, CANDIDATES, n=1, cutoff=0.6)
@@ -89,7 +89,7 @@ Builder = Callable[[Candidate, Group], Any]
 
 
 def make(candidate: Candidate, group: Group) -> Function:
-    """Builds a candidate, or its first block if that is the model; UnsupportedInputError lists all reasons."""
+    """Builds a candidate, or only its first block for `block:NAME`; may raise UnsupportedInputError."""
     assert candidate.builder is not None
     made: Any = candidate.builder(candidate, group)
     if group.model.block:
@@ -103,14 +103,14 @@ def make(candidate: Candidate, group: Group) -> Function:
 
 
 def build_reference(group: Group) -> nn.Module:
-    """Builds the reference of a group: our eager model or operator, or the given model itself."""
+    """Builds the reference of a group: vit-fast's eager model or operator, or the given model itself."""
     made = make(CANDIDATES["given" if group.model.kind == "given" else "eager"], group)
     assert isinstance(made, nn.Module)
     return made
 
 
 def build(candidate: Candidate, group: Group) -> nn.Module:
-    """Builds our model on the candidate's backend, or an operator."""
+    """Builds vit-fast's model or an operator on the candidate's backend."""
     backend = candidate.attention or candidate.base
     if group.model.operator is not None:
         from . import operators
@@ -128,7 +128,7 @@ def build(candidate: Candidate, group: Group) -> nn.Module:
 
 
 def _build_changed(builder: Builder, changes: Candidate, candidate: Candidate, group: Group) -> Any:
-    """Builds a model, and freezes it, captures it in a CUDA graph, or converts it to FP8."""
+    """Builds a model, then freezes it, captures it in a CUDA graph, or converts it to FP8."""
     from vit_fast.measure.build import changed_copy
     from vit_fast.quantization.fp8 import unable_reasons
     from vit_fast.run.graph_runner import GraphRunner
@@ -152,7 +152,7 @@ def _images(group: Group) -> Tensor:
 
 
 def _build_peer(library: ModuleType, candidate: Candidate, group: Group) -> nn.Module:
-    """Builds a library's model with our weights."""
+    """Builds a library's model with the weights of the group."""
     config, weights = group.config_and_weights
     model = library.build_peer(config).to(device=group.device, dtype=group.dtype)
     take_weights(model, weights, library.convert, config)
@@ -169,7 +169,7 @@ def _build_given(candidate: Candidate, group: Group) -> nn.Module:
 
 
 def _build_fused(builder: Builder, whole: bool, candidate: Candidate, group: Group) -> nn.Module:
-    """Builds a model and calls vit_fast.fuse; whole: every attention and MLP must be fused, otherwise any part."""
+    """Builds a model and calls vit_fast.fuse. `whole` requires that every attention and MLP is fused."""
     model: nn.Module = builder(candidate, group)
     report = fuse(model)
     if whole or not report.fused:
@@ -202,11 +202,11 @@ def _build_file(candidate: Candidate, group: Group) -> Function:
     fp32, on_cpu, bf16 = group.dtype == torch.float32, group.device.type == "cpu", group.dtype == torch.bfloat16
     in_openvino, path, found = candidate.engine == "openvino", group.model.onnx, f"{group.dtype} on {group.device}"
     checks = {
-        f"it must run on the CPU in fp32 or bf16, got {found}": in_openvino and not (on_cpu and (fp32 or bf16)),
-        "it has no bf16 kernels for CPUs": bf16 and on_cpu and not in_openvino,
-        "it needs a GPU": candidate.engine == "tensorrt" and on_cpu,
+        f"fp32 or bf16 on a CPU is required, got {found}": in_openvino and not (on_cpu and (fp32 or bf16)),
+        "bf16 is not supported on a CPU": bf16 and on_cpu and not in_openvino,
+        "a GPU is required": candidate.engine == "tensorrt" and on_cpu,
         f"the dtype must be fp32 for int8, got {group.dtype}": candidate.precision == "int8" and not fp32,
-        "an ONNX file must be run in fp32, without further quantization": path and (candidate.precision or not fp32),
+        "an ONNX file must be run in fp32, and cannot be quantized further": path and (candidate.precision or not fp32),
     }
     if reasons := [reason for reason, fails in checks.items() if fails]:
         raise UnsupportedInputError(RUNTIMES[candidate.engine], reasons)
@@ -235,7 +235,7 @@ def _exported(candidate: Candidate, group: Group) -> tempfile.TemporaryDirectory
 
 
 def _build_torchao(candidate: Candidate, group: Group) -> nn.Module:
-    """Quantizes our model with torchao: dynamic activation quantization, per row in fp8."""
+    """Quantizes vit-fast's model with torchao: int8, or fp8 per row, with dynamic activation quantization."""
     if fp8 := candidate.precision == "fp8":
         reason = f"the model must be in bf16, got {group.dtype}"
         _require_whole(candidate, group, [] if group.dtype == torch.bfloat16 else [reason])

@@ -1,4 +1,4 @@
-"""Run configuration of the benchmark, checked completely before anything is built."""
+"""Run configuration of the benchmark, checked before the first candidate is built."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SEARCHED = {"cpu": tuple(2**i for i in range(7)), "cuda": tuple(2**i for i in ra
 
 @dataclass(frozen=True)
 class Configuration:
-    """A checked run: every model x dtype x batch size, with its candidates by kind of model."""
+    """A checked run: every model x dtype x batch size, with candidates by Model.kind."""
 
     models: tuple[Model, ...]
     batch_sizes: tuple[int, ...]
@@ -54,7 +54,7 @@ class Configuration:
     data: str = "device"
     explain: bool = False
     cold: bool = False
-    search: bool = False  # tries larger batch sizes only while throughput grows
+    search: bool = False  # try larger batch sizes only while throughput grows
     request: dict[str, Any] = field(default_factory=dict, compare=False)  # arguments of make_configuration
 
     def groups(self) -> list[Group]:
@@ -63,11 +63,11 @@ class Configuration:
 
     @property
     def is_default(self) -> bool:
-        """True if the candidates are the default ones; the time budget selects those that are measured."""
+        """True for the default candidates: the time budget then limits how many are measured."""
         return self.request.get("candidates") is None and not self.search
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for the record, with names of images without folders."""
+        """Returns plain data for the record, with the file names of images."""
         asked = ("img_size", "train", "amp", "data", "explain", "cold", "latency", "seconds")
         return {
             "models": list(dict.fromkeys(model.name for model in self.models)),
@@ -103,8 +103,8 @@ def make_configuration(
 ) -> Configuration:
     """Checks the arguments, and fills in defaults for the device; see the options of `vit-fast bench`.
 
-    `time_budget_s` is 0 for no limit, the default with `candidates` or `seconds`. ValueError if an argument is unknown,
-    out of range or unreadable.
+    `time_budget_s` 0 means no limit, which is the default with `candidates` or `seconds`. Raises ValueError for an
+    invalid argument or an unreadable image.
     """
     request = {name: value for name, value in locals().items() if name != "protocol"}
     where = as_device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
@@ -131,17 +131,17 @@ def make_configuration(
     for path in image_files:
         read_image(path)
     known = [name for name in DTYPES if name != "amp" and (name != "tf32" or kind == "cuda")]
-    names = _some("dtypes", DEFAULT_DTYPES[kind] if dtypes is None else dtypes)
+    names = _some("--dtypes", DEFAULT_DTYPES[kind] if dtypes is None else dtypes)
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"the dtype must be one of {', '.join(known)} on {where}, got {unknown[0]!r}")
+        raise ValueError(f"--dtypes must consist of {', '.join(known)} on {where}, got {unknown[0]!r}")
     names = ("amp",) if amp else names
     choose(candidates, where)
     search = batch_sizes == "best"
     sizes = SEARCHED[kind] if batch_sizes == "best" else (1,) if latency else batch_sizes
-    sizes = _some("batch sizes", DEFAULT_BATCH_SIZES[kind] if sizes is None else sizes)
+    sizes = _some("--batch-sizes", DEFAULT_BATCH_SIZES[kind] if sizes is None else sizes)
     if min(sizes) < 1:
-        raise ValueError(f"the batch size must be >= 1, got {min(sizes)}")
-    found = _some("models", [model for make in resolved for size in img_sizes for model in make(size)])
+        raise ValueError(f"--batch-sizes must be >= 1, got {min(sizes)}")
+    found = _some("--models", [model for make in resolved for size in img_sizes for model in make(size)])
     by_default = dtypes is None and candidates is None and not train
     if by_default and kind == "cpu" and has_bf16() and all(model.kind in ("vit-fast", "given") for model in found):
         names = ("fp32", "bf16")

@@ -41,14 +41,14 @@ from .runner import run
 
 TOTAL_SECONDS = 480
 ROOT = Path(__file__).resolve().parent.parent
-SPARE_S = 5.0  # part of a job's limit, reserved to finish what runs when its time budget ends
+SPARE_S = 5.0  # part of a job's limit, reserved to finish the last measurement
 PROTOCOL = Protocol(repeats=50, seconds=0.3, least_repeats=10, warmup_repeats=3, warmup_seconds=0.1)
 Found = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Job:
-    """Arguments of pytest (`tests`), or of make_configuration for each run, with a unique name and a time limit."""
+    """Arguments of one pytest run (`tests`), or of make_configuration (`runs`); the name is unique."""
 
     part: str
     name: str
@@ -66,8 +66,8 @@ class Job:
 
 
 def perform(job: Job, folder: Path, limit_s: float) -> Found:
-    """Runs a job in a process, and prints its tables; returns its outcome. Its output goes to log.txt in the folder."""
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+    """Runs a job in a process, and prints its tables; returns the outcome. The output goes to log.txt in the folder."""
+    shutil.rmtree(folder, ignore_errors=True)  # removes an earlier run
     folder.mkdir(parents=True)
     log, problem = folder / "log.txt", None
     folders = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
@@ -83,7 +83,7 @@ def perform(job: Job, folder: Path, limit_s: float) -> Found:
             problem = f"failed: timed out after {limit_s:.0f} s; see {log.name}"
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # with its own children
+                os.killpg(child.pid, signal.SIGKILL)  # also ends its child processes
             child.wait()
     if job.tests:
         *_, last = ["", *log.read_text(errors="replace").splitlines()]
@@ -100,7 +100,7 @@ def outcome_of(rows: Sequence[Row]) -> str:
 
 
 def measure(name: str, folder: str, start: float) -> None:
-    """Measures the configurations of a job that began at a time, and writes their records into the folder."""
+    """Measures the runs of a job that began at time.time() = `start`, and writes their records into `folder`."""
     job = next(job for job in JOBS if job.name == name)
     for number, request in enumerate(job.runs):
         left_s = job.limit_s - SPARE_S - (time.time() - start)  # imports take seconds
@@ -112,7 +112,7 @@ def measure(name: str, folder: str, start: float) -> None:
 def bench(
     part: str, name: str, limit_s: float, models: Sequence[str], candidates: str, *batches: int, train: str = ""
 ) -> Job:
-    """Returns a job that measures in bf16: inference, and training with these candidates."""
+    """Returns a job that measures inference with `candidates` and training with `train`, in bf16."""
     request = {"models": list(models), "batch_sizes": list(batches), "dtypes": ["bf16"]}
     each = [(candidates, False), (train, True)]
     return Job(part, name, limit_s, (), tuple(request | {"candidates": c.split(), "train": t} for c, t in each if c))
@@ -167,7 +167,7 @@ PARTS = tuple(dict.fromkeys(job.part for job in JOBS))
 
 
 def run_jobs(jobs: Sequence[Job], out: Path) -> list[Found]:
-    """Runs the jobs in order, as long as their time limits fit; returns part, name, outcome and seconds of each."""
+    """Runs the jobs whose time limits fit, in order; returns part, name, outcome and seconds of each job."""
     out.mkdir(parents=True, exist_ok=True)
     path, found, end = out / "summary.json", [], time.monotonic() + TOTAL_SECONDS
     machine = describe("cuda" if torch.cuda.is_available() else "cpu")
@@ -189,12 +189,10 @@ def run_jobs(jobs: Sequence[Job], out: Path) -> list[Found]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the jobs; returns the number of those that failed or gave an incorrect output."""
+    """Runs the jobs; returns the number of jobs that failed or gave an incorrect output."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the records")
-    parser.add_argument(
-        "--parts", default=",".join(PARTS), help="parts to run, separated by commas (default: %(default)s)"
-    )
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts to run, comma-separated (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="only print the jobs and their time limits")
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
@@ -206,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ends after {TOTAL_SECONDS} s; a job is skipped if its limit exceeds the time left")
         return 0
     if options.out is None:
-        parser.error("pass --out FOLDER")
+        parser.error("--out FOLDER must be given")
     return sum(row["outcome"].startswith(("failed", "INCORRECT")) for row in run_jobs(chosen, options.out))
 
 

@@ -1,12 +1,12 @@
-"""Models to measure: our variants, models of libraries, files, and functions that return a model.
+"""Models to measure: variants of vit-fast, models of libraries, files, and functions that return a model.
 
-vit_small_patch16_224, vit_*_patch16_224     our variants, with random weights
+vit_small_patch16_224, vit_*_patch16_224     variants of vit-fast, with random weights
 model.safetensors, a folder, a Hub id        weights with their configuration, see vit_fast.load
 timm:NAME                                    timm.create_model(NAME), random weights
-hf:FOLDER or hf:ID                           transformers, by its config; with the weights of a folder, if any
+hf:FOLDER or hf:ID                           a transformers model by its config, with weights if the folder has any
 model.onnx                                   an ONNX file
 module:function                              function() returns an nn.Module that takes images
-block:NAME                                   the first block of one of our variants
+block:NAME                                   the first block of a variant or a weights file
 attention:197x12x64, mlp:197x768x3072        single operators, see operators.py
 """
 
@@ -52,7 +52,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model to measure: of one of our shapes (`config`), a function that makes it, an ONNX file, or an operator."""
+    """A model to measure, given by one of `config` (a shape of vit-fast), `make`, `onnx` and `operator`."""
 
     name: str
     shape: tuple[int, ...]  # of one input: [channels, height, width], or tokens first
@@ -61,7 +61,7 @@ class Model:
     weights: Mapping[str, Tensor] | None = None
     make: Callable[[], nn.Module] | None = None
     onnx: Path | None = None
-    counted: tuple[Work, Work] | None = None  # the work of one and of two images, if it is given
+    counted: tuple[Work, Work] | None = None  # counted work of one and of two images, for `make`
     precision: str | None = None
     block: bool = False
     operator: Operator | None = None
@@ -69,7 +69,7 @@ class Model:
 
     @property
     def kind(self) -> str:
-        """The kind, which selects candidates: "vit-fast", "given", "onnx", "block", or the part of an operator."""
+        """The kind, which selects candidates: "vit-fast", "given", "onnx", "block", "attention" or "mlp"."""
         if self.operator is not None:
             return self.operator.part
         kind = "block" if self.block else "vit-fast"
@@ -90,7 +90,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Group:
-    """The candidates of one model, dtype and batch size."""
+    """A model, dtype and batch size, on which candidates are compared."""
 
     model: Model
     dtype_name: str
@@ -108,7 +108,7 @@ class Group:
 
     @property
     def config_and_weights(self) -> tuple[ViTConfig, Mapping[str, Tensor]]:
-        """The configuration and weights under our (timm's) names, from which every library builds the model."""
+        """The configuration and the weights under timm's names, from which every library builds the model."""
         weights = weights_of(self.model, self.dtype)
         if self.model.config is None or weights is None:
             reason = f"the model must be one of `vit-fast models` or a weights file, got {self.model.name}"
@@ -117,7 +117,7 @@ class Group:
 
     @property
     def key(self) -> tuple[str | int, ...]:
-        """The key of its rows; see records.key_of."""
+        """The key of the group's rows; see records.key_of."""
         return self.model.name, self.dtype_name, self.batch_size, self.data, *self.sizes
 
     @property
@@ -133,7 +133,7 @@ class Group:
         }  # fmt: skip
 
     def least(self) -> dict[str, Work]:
-        """Returns a lower bound on the work of a call, by part; of the forward, of the backward, or of a whole step."""
+        """Returns a lower bound on the work of a call by part. In training, operators and blocks run only backward."""
         model, batch = self.model, self.batch_size
         if model.operator is not None:
             return model.operator.parts(batch, self.training)
@@ -170,14 +170,14 @@ def resolve(given: str) -> Callable[[Size | None], list[Model]]:
     if _FUNCTION.fullmatch(given):
         return lambda size: [_given(given, _function, size)]
     is_onnx = given.endswith(".onnx")
-    if is_onnx or "/" in given or "." in given or Path(given).is_dir():  # not in names of our variants
+    if is_onnx or "/" in given or "." in given or Path(given).is_dir():  # names of variants have no such characters
         from vit_fast.weights.source import hub_id
 
         if not Path(given).exists() and (is_onnx or hub_id(given) is None):
             raise ValueError(f"{given}: no such file")
         return lambda size: [_onnx(Path(given), size) if is_onnx else _of_weights(given, size)]
     if not (names := list_models(given)):
-        get_variant(given)  # raises, and names the nearest
+        get_variant(given)  # raises an error with the nearest name
     return lambda size: [_variant(name, size) for name in names]
 
 
@@ -187,7 +187,7 @@ def _variant(name: str, img_size: Size | None) -> Model:
 
 
 def describe_vit(name: str, config: ViTConfig, data: DataConfig, weights: Mapping[str, Tensor] | None = None) -> Model:
-    """Describes a model of one of our shapes; None means random weights."""
+    """Describes a model of a shape of vit-fast; `weights` None means random weights."""
     return Model(name, (config.in_chans, *config.image_hw), data, config, weights)
 
 
@@ -230,7 +230,7 @@ def _given(given: str, find: Callable[[str, Size | None], Found], size: Size | N
             torch.manual_seed(0)
             model = make()
         if not isinstance(model, nn.Module):
-            raise TypeError(f"it must return an nn.Module, got {type(model).__name__}")
+            raise TypeError(f"the function must return an nn.Module, got {type(model).__name__}")
         return model.eval().float()
 
     try:
@@ -241,7 +241,7 @@ def _given(given: str, find: Callable[[str, Size | None], Found], size: Size | N
             with torch.no_grad(), Counter() as counter:  # type: ignore[no-untyped-call]  # torch's own __init__
                 model(torch.zeros(batch, in_chans, *image_hw))
             counted.append(counter.work)
-    except Exception as error:  # of any type
+    except Exception as error:  # the model may raise any type
         raise ValueError(f"{given}: {describe_error(error)[:250]}") from error
     return Model(given, (in_chans, *image_hw), data, make=build, counted=(counted[0], counted[1]))
 
@@ -301,7 +301,7 @@ class OutputOf(nn.Module):
 
 
 def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Draws parameters under our names in fp32 on the CPU, each of which changes the logits, as does the image."""
+    """Draws fp32 parameters on the CPU, scaled so that each parameter and the image influence the logits."""
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         model = VisionTransformer(config)
@@ -324,7 +324,7 @@ def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:
 
 @functools.lru_cache(maxsize=2)
 def weights_of(model: Model, dtype: torch.dtype) -> dict[str, Tensor] | None:
-    """Returns a model's parameters, its own or random ones, in a dtype; None for a model with weights inside."""
+    """Returns a model's given or random parameters in a dtype; None for models of `make` or `onnx`."""
     weights = model.weights if model.operator is None else model.operator.weights()
     if weights is None and model.config is not None:
         weights = random_weights(model.config)
@@ -342,7 +342,7 @@ def image_views(paths: Sequence[Path], model: Model, count: int) -> Tensor:
 
 
 def rotating_batches(views: Tensor, batch_size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Makes different batches of views on a device, enough that the next one is never in the cache."""
+    """Makes so many different batches on a device that the next batch is not in the last-level cache."""
     on_device = views.to(device=device, dtype=dtype)
     cache = CPU_CACHE_BYTES if device.type == "cpu" else torch.cuda.get_device_properties(device).L2_cache_size
     copies = max(2, math.ceil(2 * cache / (batch_size * on_device[0].nbytes)))

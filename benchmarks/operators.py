@@ -3,8 +3,8 @@
 attention:197x12x64               softmax attention on packed qkv [B, tokens, 3, heads, head_dim]
 mlp:197x768x3072[:activation]     LayerNorm + MLP + residual on [B, tokens, width]; gelu by default
 
-`--train` measures the backward alone. The reference is "eager". To add an operator of a library, add its function to a
-table below, and its name and packages to candidates.py.
+`--train` measures the backward alone. The reference is "eager". To add an operator of a library, add its function to
+FUNCTIONS, and its name and packages to candidates.py.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Operator:
             return {"attention": Work(flop * 5 // 2 if training else flop, (8 if training else 4) * moved)}
         narrow, wide = batch * tokens * second, batch * tokens * third
         weights, passes = second * third, 2 if training else 1
-        # forward: x, y, h twice; backward: x, dy, dx, z, and h and dz written once and read once and twice
+        # forward moves x, y and 2 h (h: hidden); backward x, dy, dx, z (before the activation), 2 h and 3 dz
         moved = 3 * narrow + 6 * wide if training else 2 * narrow + 2 * wide
         return {"linears": Work(4 * passes * narrow * third, moved + 2 * passes * weights)}
 
@@ -81,7 +81,7 @@ class Operator:
 
 
 class Operation(nn.Module):
-    """A function of x and of parameters as a module."""
+    """A module that calls a function with x and the parameters."""
 
     def __init__(self, function: Function, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -94,11 +94,11 @@ class Operation(nn.Module):
 
 
 def build(name: str, operator: Operator, weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-    """Builds a library's version of an operator as a module of x; UnsupportedInputError lists all reasons."""
+    """Builds a library's version of an operator as a module of x; may raise UnsupportedInputError."""
     table = FUNCTIONS[operator.part]
-    reasons = [] if name in table else [f"it has no {operator.part}: use one of {', '.join(table)}"]
+    reasons = [] if name in table else [f"the candidate must be one of {', '.join(table)} for {operator.part}"]
     if name in ("flash-attn", "cublaslt") and device.type == "cpu":
-        reasons.append("it needs a GPU")  # on a CPU, the epilogue of _addmm_activation is exact GELU
+        reasons.append("a GPU is required")  # on a CPU, the epilogue of _addmm_activation is exact GELU
     if name == "cublaslt" and operator.activation != "gelu_tanh":
         reasons.append(f"the activation must be gelu_tanh, got {operator.activation}")
     if reasons:

@@ -1,7 +1,7 @@
 """Preparation of a candidate before it is timed: build, compile, call, compare with eager in fp64.
 
-Weights and images are first rounded to the dtype, so only errors of the computation count. Eager's own error is also
-measured on random images, because its error on similar images varies by chance.
+Weights and images are first rounded to the dtype, so only errors of the computation count. Eager's error is also
+measured on random images, because the error on a few similar images varies by chance.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from .configuration import make_configuration
 from .models import MAX_VIEWS, Group, image_views, rotating_batches
 from .records import Row, Status, make_row
 
-# Time limit of each of these: preparing a candidate, a round of timing, a cold start.
+# Time limit for preparing a candidate, for a round of timing, and for a cold start.
 CANDIDATE_SECONDS = 900.0
 MAX_CHECKED_IMAGES = 8
-# The allowed error of an ONNX file, which a runtime rewrites, as a share of the outputs of the unchanged file.
+# The allowed error for an ONNX file, as a share of the output without graph optimizations.
 ONNX_TOLERANCE = 0.01
 LEARNING_RATE = 1e-6
 RULE = (  # in words, for the record
@@ -50,7 +50,7 @@ RULE = (  # in words, for the record
 
 
 class TrainingStep:
-    """Forward, cross-entropy, backward and AdamW of a model without dropout; or the backward alone of a part of it."""
+    """Forward, cross-entropy, backward and AdamW of a model without dropout; for a part, only the backward."""
 
     def __init__(self, group: Group, model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
         self.group, self.function, self.whole = group, function, group.model.is_whole
@@ -63,7 +63,7 @@ class TrainingStep:
         else:
             from torch._functorch import config
 
-            # The backward runs again and again, so it must not reuse the memory of its inputs; decided at compilation.
+            # The compiled backward runs repeatedly, so it must not reuse the memory of its inputs.
             config.donated_buffer = False
         self._forwards: dict[int, tuple[Tensor, list[Tensor], Tensor]] = {}
 
@@ -80,7 +80,7 @@ class TrainingStep:
         return torch.autograd.grad(out, leaves, gradient, retain_graph=True)
 
     def gradients(self, x: Tensor, rows: Sequence[int], places: Sequence[int]) -> list[Tensor]:
-        """Computes gradients of the input [B, ...], and of each parameter: for a whole model only their norm [1]."""
+        """Returns the gradient of the input [B, ...], then of each parameter, or for a whole model their norm [1]."""
         leaf = x.detach().clone().requires_grad_()
         losses = self._losses(leaf, torch.tensor(places, device=x.device))
         own, *others = torch.autograd.grad(losses[rows].sum(), [leaf, *self.parameters], allow_unused=self.whole)
@@ -107,7 +107,7 @@ class TrainingStep:
 def _expect_gradients(
     group: Group, exact_model: nn.Module, eager_model: nn.Module, images: Tensor, rows: list[int], noise: Tensor
 ) -> tuple[list[Tensor], list[dict[Measure, float]]]:
-    """Computes gradients of these images in fp64, and eager's errors; those of norms also on random images."""
+    """Returns fp64 gradients of images, and eager's errors. Errors of norms also include the random images `noise`."""
     exact_step, step = TrainingStep(group, exact_model, exact_model), TrainingStep(group, eager_model, eager_model)
     each = range(len(rows))
     exact, eager = exact_step.gradients(images.double(), each, rows), step.gradients(images, each, rows)
@@ -128,15 +128,15 @@ class Problem(NamedTuple):
 
 
 def make_problem(group: Group, images: Sequence[Path]) -> Problem:
-    """Makes batches and the reference of a group; raises whatever the reference raises."""
+    """Makes batches and the reference of a group; raises any error of the reference."""
     batches = make_batches(group, images)
-    # as many batches as agreement needs images
+    # enough batches to measure agreement on MAX_CHECKED_IMAGES images
     few = math.ceil(MAX_CHECKED_IMAGES / group.batch_size) if group.model.is_whole and not group.training else 1
     return Problem(batches, expect(group, *(batch.to(group.device) for batch in batches[:few])))
 
 
 def checked_rows(group: Group) -> list[int]:
-    """Returns the images to check: all, if each contributes to a gradient; few for attention, whose fp64 is large."""
+    """Returns indices of images to check: all for an MLP's gradients, two for attention, which is large in fp64."""
     most = {"attention": 2, "mlp": group.batch_size}
     return measuring.spread(group.batch_size, most.get(group.model.kind, MAX_CHECKED_IMAGES))
 
@@ -148,7 +148,7 @@ def make_batches(group: Group, images: Sequence[Path]) -> list[Tensor]:
 
 
 def expect(group: Group, images: Tensor, *others: Tensor) -> Reference:
-    """Computes outputs, or in training gradients, of a batch in fp64, eager's error, and outputs of other batches."""
+    """Returns the reference of a batch: fp64 outputs or gradients, and limits. `others` serve to measure agreement."""
     whole, rows, outputs = group.model.is_whole, checked_rows(group), list[Tensor]()
     chosen, errors = images[rows], list[dict[Measure, float]]()
     if group.model.onnx is not None:
@@ -220,23 +220,23 @@ def prepare(
 def _callers(
     candidate: Candidate, group: Group, batches: Sequence[Tensor]
 ) -> tuple[object, Call, Callable[[], object] | None]:
-    """Builds a candidate; returns it, a call of a batch's number, and in training a function of its gradients."""
+    """Builds a candidate; returns it, a call that takes a batch number, and in training a function for gradients."""
     function = make(candidate, group)
     compiled = candidate.compiled(function, fullgraph=candidate.fullgraph)
 
     step: Any = None
     if group.training:
         if not isinstance(function, nn.Module):
-            raise UnsupportedInputError(candidate.name, ["it cannot be trained, because it is not an nn.Module"])
+            raise UnsupportedInputError(candidate.name, ["only an nn.Module can be trained"])
         step = TrainingStep(group, function, compiled)
 
     def call(number: int) -> object:
-        batch = batches[number % len(batches)].to(group.device, non_blocking=True)  # no copy if it is there
+        batch = batches[number % len(batches)].to(group.device, non_blocking=True)  # no copy if the batch is there
         with torch.inference_mode(step is None), candidate.context():
             if step is not None:
                 return step(batch)
             if candidate.engine in GRAPH_MODES:
-                # Otherwise, interleaved calls of several CUDA graphs would be recorded as one iteration.
+                # Otherwise, torch would count interleaved calls of several CUDA graphs as one iteration.
                 torch.compiler.cudagraph_mark_step_begin()
             return compiled(batch)
 
@@ -259,7 +259,7 @@ def matmul_precision(name: str) -> Iterator[None]:
 
 
 COMPILED, REST = "compiled, fused", "other"
-# Parts of a model by a pattern of the names of their operators or kernels: the first match counts.
+# Parts of a model, with a pattern for names of operators and kernels. The first match counts.
 PARTS = {
     "attention": "attention|attn|flash|fmha|softmax|bmm",
     "embedding": "conv(?!ert)",
@@ -277,7 +277,7 @@ def part_of(name: str) -> str:
 
 
 def profile(call: Call, device: torch.device, least: dict[str, Work], itemsize: int) -> dict[str, Any]:
-    """Returns kernels, [part, name, calls, ms] per call, the longest first; and least, [operations, bytes] per part."""
+    """Returns "kernels" [part, name, calls, ms] per call, longest first, and "least" [operations, bytes] per part."""
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profiler:
@@ -289,7 +289,7 @@ def profile(call: Call, device: torch.device, least: dict[str, Work], itemsize: 
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if us and (event.device_type == DeviceType.CUDA) == on_gpu:
             kernels.append([part_of(event.key), event.key, event.count / PROFILED_CALLS, us / 1e3 / PROFILED_CALLS])
-    if "head" in least:  # the profiler cannot tell it from other linears
+    if "head" in least:  # the profiler cannot tell the head from other linear layers
         least["linears"] += least.pop("head")
     moved = {part: [some.flop, some.elements * itemsize] for part, some in least.items()}
     return {"kernels": sorted(kernels, key=lambda kernel: -kernel[3]), "least": moved}
@@ -324,7 +324,7 @@ def print_first_output() -> None:
             synchronize(group.device)
             done = time.monotonic()
             verdict = measuring.judge(output, expect(group, batches[0].to(group.device)), candidate.tolerance)
-    except Exception as error:  # whatever a candidate raises
+    except Exception as error:  # a candidate may raise any type
         sys.exit(describe_error(error))
     if verdict.reason is not None:
         sys.exit(f"incorrect: {verdict.reason}")

@@ -1,6 +1,6 @@
 """Records of `vit-fast bench`: rows, journal of a run, and comparison.
 
-A row is one candidate in one group, with its status, and its figures if it is correct and was measured. During a run,
+A row describes one candidate in one group (see models.Group): the status, and the figures if measured. During a run,
 rows are appended to FOLDER.partial/rows.jsonl and synced to disk, so that a killed run can be resumed.
 """
 
@@ -30,7 +30,7 @@ Status = Literal[
 Row = dict[str, Any]
 Record = dict[str, Any]
 
-GAIN = 1.03  # the gain in throughput for which --batch-sizes best tries the next batch size
+GAIN = 1.03  # minimum gain in throughput for which `--batch-sizes best` tries the next batch size
 # Figures of measured rows.
 SPEED_FIELDS = (
     "images_per_s", "ms", "ms_p20", "ms_p80", "ms_p90", "ms_p99", "repeats", "host_ms", "host_bound", "TFLOP_per_s",
@@ -41,7 +41,7 @@ SPEED_FIELDS = (
 CHECKED_FIELDS = ("max_error", "allowed_error", "agreement", "build_s", "first_call_s", "peak_MiB")
 # Bytes of an element in lower precision.
 ITEMSIZES = {"bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}
-# The fewest calls for a 90th and a 99th percentile.
+# Minimum number of calls for a 90th and a 99th percentile.
 PERCENTILE_REPEATS = 100
 # Fields that pair two rows.
 KEY_FIELDS = ("model", "task", "dtype", "batch", "img_size", "data", "candidate")
@@ -77,7 +77,7 @@ def add_timing(row: Row, timing: Samples, group: Group) -> None:
 
 
 def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row]) -> None:
-    """Adds shares of the ceiling (a defect above 1), and ratios to the fastest peer, in full precision if possible."""
+    """Adds shares of the matmul ceiling, and ratios to the fastest peer, at full precision if there is one."""
     for row in measured(rows):
         if ceiling := ceiling_of(row["precision"], ceilings):
             share = row["TFLOP_per_s"] and row["TFLOP_per_s"] / ceiling
@@ -113,7 +113,7 @@ def ceiling_of(precision: str, ceilings: dict[str, Any]) -> float | None:
 
 
 def resolution_of(row: Row, controls: Sequence[Row], field: str = "resolution") -> float:
-    """Returns the resolution of a row's group: the worst of its controls; infinite without one."""
+    """Returns the worst resolution of the controls of a row's group; infinity without a control."""
     return max((float(c[field]) for c in controls if key_of(c) == key_of(row)), default=float("inf"))
 
 
@@ -123,7 +123,7 @@ def key_of(row: Row) -> tuple[Any, ...]:
 
 
 def may_gain(group: Group, rows: Sequence[Row]) -> bool:
-    """True if the previous batch size of a search had a higher throughput for any candidate than all before it."""
+    """True if the last batch size of a search raised the throughput of any candidate; see GAIN."""
     rates: dict[str, list[float]] = {}
     for row in rows:
         if (row["model"], row["dtype"], *row["img_size"]) == (group.model.name, group.dtype_name, *group.sizes):
@@ -133,9 +133,9 @@ def may_gain(group: Group, rows: Sequence[Row]) -> bool:
 
 
 class Journal:
-    """The findings of a run as (kind, value): row, control, ceilings, begun (a candidate of a group, or None), resumed.
+    """The findings of a run as (kind, value). Kinds: row, control, ceilings, begun (preparing a candidate), resumed.
 
-    Without a folder, they stay in memory.
+    Without a folder, the findings stay in memory.
     """
 
     def __init__(
@@ -186,11 +186,11 @@ class Journal:
         os.truncate(path, len(text))
         journal = cls(folder, header, entries)
         kind, value = entries[-1] if entries else ("", None)
-        journal.add("resumed", value if kind == "begun" else None)  # what may have ended the process
+        journal.add("resumed", value if kind == "begun" else None)  # the candidate that may have ended the process
         return journal
 
     def check_machine(self, machine: Mapping[str, Any]) -> None:
-        """Raises ValueError for other hardware, versions or code than those of the run."""
+        """Raises ValueError if hardware, versions or code differ from the interrupted run."""
         before = self.header["machine"]
         for name in ("device", "threads", "packages", "commit"):
             if before.get(name) != machine[name]:
@@ -200,7 +200,7 @@ class Journal:
         return [value for known, value in self.entries if known == kind]
 
     def add(self, kind: str, value: Any) -> None:
-        """Adds a finding, and writes it to disk unless a resumed run should repeat it."""
+        """Adds a finding, and writes it to disk, except rows that a resumed run repeats."""
         self.entries.append((kind, value))
         if not (kind == "row" and value["status"] in ("skipped", "interrupted")):
             self._write(kind, value)
@@ -213,7 +213,7 @@ class Journal:
                 os.fsync(file.fileno())
 
     def finish(self, files: Mapping[str, bytes], *, keep: bool) -> None:
-        """Writes the files into the record's folder, which then appears; keep: the run can be resumed."""
+        """Writes the files, and renames the .partial folder to `folder`. `keep` keeps the journal to resume the run."""
         assert self._path is not None
         for name, content in files.items():
             (self._path.parent / name).write_bytes(content)
@@ -231,7 +231,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _partial(folder: Path) -> Path:
-    folder = folder if folder.name else folder.absolute()  # of "."
+    folder = folder if folder.name else folder.absolute()  # "." has no name
     return folder.with_name(f"{folder.name.removesuffix(PARTIAL)}{PARTIAL}")
 
 
@@ -294,8 +294,8 @@ def to_json(record: Record) -> bytes:
 def read_record(path: str | Path, *, of_bench: bool = True) -> Record:
     """Reads a record from its JSON file or folder.
 
-    of_bench: False also allows records of gpu-check and kernels --host --json. Raises OSError for a missing file, and
-    ValueError for anything else.
+    `of_bench` False also allows records of gpu-check and kernels --host --json. Raises OSError for a missing file, and
+    ValueError for other content.
     """
     path = Path(path)
     content = (path / RECORD_NAME if path.is_dir() else path).read_bytes()
@@ -307,16 +307,16 @@ def read_record(path: str | Path, *, of_bench: bool = True) -> Record:
                 raise ValueError(f"the format must be {FORMAT}, got {record['format']}")
             record["rows"] = [dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS)) | row for row in rows]
         elif of_bench:
-            raise ValueError("another command wrote it")
+            raise ValueError("the record is of another command")
     return record
 
 
 @contextlib.contextmanager
 def damaged(*paths: str | Path) -> Iterator[None]:
-    """Raises ValueError that names the records, if reading or using them fails in the block."""
+    """Replaces an exception in the block by a ValueError that names the records."""
     try:
         yield
-    except Exception as error:  # of any type
+    except Exception as error:  # damaged records raise many types
         names = ", ".join(map(str, paths))
         rule = "must be a record of bench (for report, also of gpu-check or kernels --host --json)"
         raise ValueError(f"{names}: {rule}, got an error: {describe_error(error)}") from None

@@ -82,7 +82,7 @@ SCREEN = ("precision", "images/s", "x best peer", "ms", "max error", "agreement"
 
 
 def groups(record: Record, status: str = "") -> dict[str, list[Row]]:
-    """Returns the rows (of a status) by group, fastest first, and lower precision last."""
+    """Returns the rows by group, fastest first, and lower precision last; `status` selects rows."""
     grouped: dict[str, list[Row]] = defaultdict(list)
     for row in record["rows"]:
         if status in ("", row["status"]):
@@ -173,7 +173,7 @@ def objections(record: Record) -> list[str]:
 
 
 def command(record: Record) -> str:
-    """Returns the command line that repeats the run; names the images unless they are the default."""
+    """Returns the command line that repeats the run; includes images other than the default."""
     given, implied = record["configuration"], {"dtypes": "amp", "batch_sizes": "latency"}
     words = ["vit-fast", "bench", *(given["images"] if given["images"] != ["grace_hopper.jpg"] else ())]
     words += [f"--{name}" for name in ("train", "amp", "explain", "cold", "latency") if given.get(name)]
@@ -189,14 +189,14 @@ def command(record: Record) -> str:
 
 
 def label(row: Row, *, precision: bool = True) -> str:
-    """Returns the candidate, with its precision if lower, and data on the host."""
+    """Returns the candidate, with notes for lower precision and for data on the host."""
     notes = [str(row["precision"])] if precision and is_lower(row) else []
     notes += ["data on the host"] if row["data"] == "host" else []
     return f"{row['candidate']} ({', '.join(notes)})" if notes else str(row["candidate"])
 
 
 def not_measured(record: Record) -> list[str]:
-    """Returns the rows without figures by status, reason and groups; the groups are omitted if they are all."""
+    """Returns lines with the candidates without figures, by reason, and the groups if only some have the reason."""
     grouped = groups(record)
     titles: dict[tuple[str, str], list[str]] = defaultdict(list)
     names: dict[str, list[str]] = defaultdict(list)
@@ -210,7 +210,7 @@ def not_measured(record: Record) -> list[str]:
 
 
 def _columns(record: Record, width: int | None) -> list[str]:
-    """Returns the columns with any cell, or the most important of them that fit into a terminal of this width."""
+    """Returns the columns with any cell; `width` limits them to the most important columns that fit."""
     rows = measured(record["rows"])
     columns = [title for title, cell in COLUMNS.items() if any(map(cell, rows))]
     if width is None:
@@ -276,7 +276,7 @@ def summary(record: Record) -> str:
 
 
 def sections(record: Record) -> Iterator[str | list[str] | Table]:
-    """Yields the paragraphs, lists and tables of a record; of another record than bench's, a table of its rows."""
+    """Yields the paragraphs, lists and tables of a record; for other commands than bench, a table of rows."""
     if not is_bench(record):
         yield str(record.get("note", ""))
         rows = [{name: _plain(value) for name, value in row.items()} for row in record["rows"]]
@@ -311,7 +311,7 @@ def markdown(record: Record) -> str:
 
 
 def render(records: Mapping[str, Record]) -> str:
-    """Returns the HTML page of records by name; see records.read_record. Its script sorts the tables."""
+    """Returns the HTML page of records by name; see records.read_record. A script in the page sorts the tables."""
     parts: list[str] = []
     for name, record in records.items():
         parts.append(f"<h2>{escape(name)}</h2>")

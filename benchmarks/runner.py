@@ -1,7 +1,7 @@
 """Run of a configuration: builds and checks each candidate, times the correct ones interleaved, returns the record.
 
-A candidate that is missing, unsupported, incorrect, broken or too large becomes a row with the reason and does not
-affect the others. After Ctrl-C, the record contains what was measured. If the process is killed, the journal does.
+A candidate that is missing, unsupported, incorrect, broken or too large becomes a row with the reason, and the run
+continues. After Ctrl-C, the record contains the rows so far. If the process is killed, the journal contains the rows.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .models import DTYPES, Group
 from .preparation import RULE, cold_start, make_problem, matmul_precision, prepare
 from .records import Journal, Record, Status, key_of, make_row
 
-# The second name of the fastest full-precision candidate of a group.
+# The name of the second timing of the fastest full-precision candidate in a group.
 AGAIN = "again"
 # A measurement that is cut short counts with FLOOR_REPEATS repeats, or with FLOOR_LEAST_REPEATS that took FLOOR_MS.
 FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
-ROUNDS_BETWEEN = 5  # between two checks of the noise
-EXPECTED_ROUNDS = 15  # for which there must be time, or the next candidate is not prepared
+ROUNDS_BETWEEN = 5  # rounds between two checks of the noise
+EXPECTED_ROUNDS = 15  # the next candidate is only prepared if this many rounds fit into the time
 # Estimated seconds on two CPU cores to compile a model, by mode, or to export it.
 PREPARING_S = {
     "none": 0.0, "default": 25.0, "freezing": 10.0, "reduce-overhead": 30.0, "max-autotune": 240.0, "file": 7.0
@@ -116,7 +116,7 @@ class _Run:
         return [candidate for candidate in self.planned[group] if candidate.name not in known]
 
     def _take_ceilings(self) -> None:
-        """Measures the ceilings, which other load lowers: before, between and after the groups."""
+        """Measures the ceilings: before, between and after the groups, because other load lowers them."""
         self.tell("speed of a large matmul and copy (the ceilings)")
         every = [candidate.precision for found in self.configuration.candidates.values() for candidate in found]
         lower = ["bf16"] if "bf16" in every or "amp" in self.configuration.dtypes else []  # amp multiplies in bf16
@@ -137,7 +137,7 @@ class _Run:
             self.tell(f"{group}: {candidate.name}")
             round_s = sum(ready.call_s + max(ready.call_s, clock.SETTLE_MS / 1e3) for ready in prepared.values())
             kind = "file" if candidate.runs_file else candidate.compile_mode
-            # a candidate that was named is also prepared if its estimate does not fit
+            # candidates that the user named are prepared even if the estimate does not fit
             needed_s = EXPECTED_ROUNDS * round_s + (PREPARING_S[kind] if self.configuration.is_default else 0.0)
             begun = [*group.key, candidate.name]
             ready = None
@@ -157,11 +157,11 @@ class _Run:
                 continue
             clock.free_memory(self.device)
             self.journal.add("row", row)
-        self.journal.add("begun", None)  # whatever ends the process from here on, no preparation does
+        self.journal.add("begun", None)  # from here on, no candidate is in preparation
         self._time(group, prepared, end_s)
 
     def _time(self, group: Group, prepared: dict[str, Prepared], end_s: float) -> None:
-        # one image waits for the host to launch its kernels, as a request does
+        # at batch size 1, the host's launch time counts, as for a single request
         launch: Any = "counted" if group.batch_size == 1 and group.model.data is not None else "hidden"
         protocol = dataclasses.replace(self.configuration.protocol, launch=launch)
         while prepared:
@@ -184,7 +184,7 @@ class _Run:
             else:
                 add(timings, "skipped")
                 break
-            clock.free_memory(self.device)  # outside of the handler, in which the exception keeps tensors alive
+            clock.free_memory(self.device)  # after the handler, in which the exception keeps tensors alive
 
     def _add_timed(
         self, group: Group, prepared: Mapping[str, Prepared], best: str, conditions: Conditions,
@@ -202,7 +202,7 @@ class _Run:
             self.journal.add("row", ready.row)
 
     def _end_s(self, group: Group) -> float:
-        """Returns when to stop timing a group: in a default run, the remaining groups share the time equally."""
+        """Returns the time to stop a group. In a default run, the remaining groups share the time equally."""
         budget_s, now_s = self.configuration.time_budget_s, self.elapsed_s()
         if not self.configuration.is_default:
             return budget_s
@@ -213,8 +213,8 @@ class _Run:
 class Watch:
     """Decides after every round if the timing of a group is done; see clock.time_interleaved.
 
-    It ends when the protocol is satisfied, or late if there are enough repeats. If the group has its own share of the
-    time (`allocated`), it goes on while noise prevents a ranking. The fastest candidate at full precision (`best`) is
+    Timing ends when the protocol is satisfied, or after the time limit as soon as there are enough repeats. If
+    `allocated`, timing continues while noise prevents a ranking. The fastest candidate at full precision (`best`) is
     timed twice. `running` is the candidate that was called last; `again` is called after every round.
     """
 
@@ -255,7 +255,7 @@ class Watch:
 def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[str, Any]:
     """Measures the device's ceilings: a large copy in GB/s (read and written), a square matmul in TFLOP/s per dtype.
 
-    On a CPU in fp32, the matmul is the faster one of torch and oneDNN.
+    On a CPU in fp32, the faster matmul of torch and oneDNN counts.
     """
     device = torch.device(device)
     size, nbytes = MATMUL_SIZE[device.type], COPY_BYTES[device.type]
@@ -267,7 +267,7 @@ def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[
         left, right = (torch.randn(size, size, device=device).to(DTYPES[name]) for _ in range(2))
         calls: list[Call] = [lambda _: left @ right]
         if device.type == "cpu" and left.dtype is torch.float32 and torch.backends.mkldnn.is_available():
-            # torch multiplies fp32 with MKL, which takes twice as long as oneDNN on CPUs from AMD
+            # torch uses MKL for fp32, which takes twice as long as oneDNN on CPUs from AMD
             packed = torch.ops.mkldnn._reorder_linear_weight(right)
             calls.append(lambda _: torch.ops.mkldnn._linear_pointwise(left, packed, None, "none", [], ""))
         with matmul_precision(name):
@@ -284,7 +284,7 @@ def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[
 
 
 def best_ceilings(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the best of several ceilings of a run: other processes only lower them."""
+    """Returns the highest of repeated ceilings, because other processes only lower them."""
     if not measured:
         return {}
     names = dict.fromkeys(name for each in measured for name in each["matmul_TFLOP_per_s"])
@@ -328,7 +328,7 @@ def _busy_seconds() -> tuple[float, int]:
     try:
         allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-        # without the times of idle and iowait
+        # excludes idle and iowait
         ticks = [map(float, (*fields[1:4], *fields[6:9])) for fields in lines if allowed & {*fields[:1]}]
         return sum(map(sum, ticks)) / os.sysconf("SC_CLK_TCK"), len(ticks)
     except (OSError, AttributeError, ValueError):

@@ -1,6 +1,6 @@
 """pytest-benchmark suite: `make bench-suite` times the default candidates of `vit-fast bench` and a vision tower.
 
-An incorrect output of vit-fast fails, one of a peer is an expected failure. VIT_FAST_SUITE_MODEL selects another model.
+An incorrect output of vit-fast fails; of another library, it is an expected failure. VIT_FAST_SUITE_MODEL sets a model.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_candidate(benchmark: Any, group: Group, candidate: Candidate) -> None:
 
 @functools.cache
 def fused_tower() -> tuple[Any, int]:
-    """Builds the fused and frozen tower; returns it with the size of a patch."""
+    """Builds the fused and frozen tower; returns the tower and the number of values per patch."""
     module = pytest.importorskip("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
     config = module.Qwen2_5_VLVisionConfig()
     tower = module.Qwen2_5_VisionTransformerPretrainedModel._from_config(config)

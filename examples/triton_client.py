@@ -26,14 +26,14 @@ def ask(server: str, model: str, pixels: np.ndarray, top: int) -> list[tuple[str
     """Returns the most probable classes of an image.
 
     Args:
-        server: Address, such as http://localhost:8000.
+        server: Address of the server, e.g. http://localhost:8000.
         model: Name of the model on the server.
         pixels: uint8 [height, width, channels].
         top: Number of classes.
     Returns:
         Class names and model outputs, the most probable first.
     Raises:
-        ValueError: If the model does not take uint8 pixels.
+        ValueError: The model does not take uint8 pixels.
     """
     with urllib.request.urlopen(f"{server}/v2/models/{model}") as response:
         metadata = json.load(response)

@@ -29,7 +29,7 @@ from .report import POINTS, Accuracy, Check, loss_of
 from .runtime.metadata import ModelFileError
 from .runtime.runner import OnnxRunner
 
-FP64_PARAMETERS = 200_000_000  # larger models are compared with eager in fp32, because an fp64 copy needs too much memory
+FP64_PARAMETERS = 200_000_000  # larger models are compared with eager in fp32: an fp64 copy needs too much memory
 IMAGES, IMAGES_LARGE, LABELED_BATCH = 8, 3, 16
 PIXEL_TOLERANCE = 1.5  # largest difference between the graph's preprocessing and Pillow's, in gray levels
 
@@ -112,7 +112,7 @@ def check_labeled(folder: Path, vit: ImageModel, options: ExportOptions) -> list
 def measure_accuracy(
     path: Path, vit: ImageModel, options: ExportOptions, labeled: Sequence[tuple[Path, int]]
 ) -> Accuracy:
-    """Measures the accuracy of the file and its model on the CPU; raises VerificationError if the file loses too much."""
+    """Measures the accuracy of the file and its model on the CPU; raises VerificationError for a large loss."""
     image_hw = None if options.preprocess else vit.image_hw
     runner = OnnxRunner(path, "cpu", data_config=vit.data_config, image_hw=image_hw, output=options.output)
 

@@ -120,12 +120,12 @@ DINO = "vit_small_patch14_reg4_dinov2"
 @pytest.mark.parametrize(
     ("name", "word", "dtype", "reasons"),
     [
-        ("onnxruntime", "vit_test", "bf16", ["no bf16 kernels for CPUs"]),
+        ("onnxruntime", "vit_test", "bf16", ["bf16 is not supported on a CPU"]),
         ("onnxruntime-int8", "vit_test", "fp16", ["must be fp32 for int8"]),
-        ("openvino", "vit_test", "fp16", ["must run on the CPU in fp32 or bf16, got torch.float16"]),
+        ("openvino", "vit_test", "fp16", ["fp32 or bf16 on a CPU is required, got torch.float16"]),
         ("triton-fp8", "vit_test", "fp32", ["float32"]),
         ("triton-fp8", "block:vit_test", "bf16", ["a single block or operator"]),
-        ("cublaslt", "mlp:14x32x64", "fp32", ["it needs a GPU", "the activation must be gelu_tanh"]),
+        ("cublaslt", "mlp:14x32x64", "fp32", ["a GPU is required", "the activation must be gelu_tanh"]),
         ("flex", "vit_test", "fp32", ["must be a single operator, got vit_test"]),
         ("eager", "timm:test_vit", "fp32", ["must be one of `vit-fast models`"]),
         ("transformers", DINO, "fp32", ["reg_tokens must be 0", "no_embed_class", "init_values"]),

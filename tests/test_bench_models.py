@@ -108,7 +108,7 @@ def test_a_function_returns_a_model(folder: Path) -> None:
         ("--models vit_test --candidates tim", "did you mean timm"),
         ("--models vit_test --candidates eager+compile:fastest", "max-autotune"),
         ("--models vit_test --candidates flex+compile", "cannot be compiled"),
-        ("--models vit_test --batch-sizes 0", "batch size must be >= 1, got 0"),
+        ("--models vit_test --batch-sizes 0", "--batch-sizes must be >= 1, got 0"),
         ("--batch-sizes 1,x", "1,x"),
         ("--latency --batch-sizes 1,8", "must be 1 or absent with --latency"),
         ("--batch-sizes 99999999999", "it needs at least"),
@@ -206,7 +206,7 @@ def test_image_sizes_are_compared_separately() -> None:
 
 
 def test_tf32_rounds_matmuls_of_its_own_group_only(add) -> None:
-    with pytest.raises(ValueError, match="must be one of fp32, fp16, bf16 on cpu, got 'tf32'"):
+    with pytest.raises(ValueError, match="must consist of fp32, fp16, bf16 on cpu, got 'tf32'"):
         plan("eager", dtypes=["tf32"])
     seen: list[str] = []
 

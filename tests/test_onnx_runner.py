@@ -72,7 +72,7 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
         ("plain", {"max_batch": -1}, None, "max_batch must be .*got -1"),
         ("plain", {"class_names": ["a"]}, None, "class_names must have 10 names.*got 1"),
         ("plain", {"class_names": []}, None, "class_names must have 10 names.*got 0"),
-        ("plain", {"image_hw": (40, 32)}, None, r"image_hw must be \(32, 32\) .*, got \(40, 32\)"),
+        ("plain", {"image_hw": (40, 32)}, None, r"image_hw must be \(32, 32\), .* got \(40, 32\)"),
         ("plain", {"output": "features"}, None, "output must be 'logits', the output of the file"),
         ("plain", {"cuda_graph": True}, None, "must be cuda, got cpu"),
     ],
