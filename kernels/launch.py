@@ -3,7 +3,7 @@
 A `Launch` can be built from meta tensors, so `inspect/offline.py` can compile the kernels without a GPU.
 
 Related arguments, e.g. the parameters of a layer, may form a tuple. In Triton 3.6 and 3.7, a tuple must not contain
-tensor descriptors and cannot be compared with None. Triton specializes on integers in tuples despite do_not_specialize.
+tensor descriptors, and a kernel cannot compare a tuple with None. In tuples, Triton ignores do_not_specialize.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Launch:
             return self.kernel[self.grid](**self.args, **self.constants, **self.options())
 
     def _specialization(self, device: int) -> tuple[Any, ...]:
-        """Returns the key in `_ready`. The key contains all integers, so it is at least as specific as triton's key."""
+        """Returns the key of `_ready`, a dict of compiled kernels. Launches with equal keys share a compiled kernel."""
         constants = tuple(self.constants.values())
         return (
             id(self.kernel), device, self.num_warps, self.num_stages, self.maxnreg,
@@ -117,7 +117,7 @@ _ready: dict[tuple[Any, ...], Ready] = {}
 MAX_READY = 4096
 
 
-# `Launch.run` calls the `listening.listener` of its thread, if set, with the `Launch` and its `Ready` or None.
+# While plan.py records, `listening.listener` is set. `Launch.run` calls it with the `Launch` and its `Ready` or None.
 listening = threading.local()
 
 
@@ -132,7 +132,7 @@ def _specialization_of(value: Any) -> Any:
         return value.base.dtype, *value.block_shape
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    return kind if kind is float else (kind, value)  # triton distinguishes True from 1, but they are equal as keys
+    return kind if kind is float else (kind, value)  # with its type: True == 1, but triton distinguishes them
 
 
 def is_watched(*kernels: Any) -> bool:

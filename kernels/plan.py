@@ -6,15 +6,15 @@ The first call with a signature runs the function, the second call also records 
 The signature consists of the function, `torch.backends.cuda.matmul.fp32_precision`, and the arguments. A tensor is
 represented by its shape, strides, dtype, device and alignment. The launches must depend only on the signature.
 
-A plan contains the compiled kernels, their grids and their arguments. An address is stored as an offset into a numbered
-value: an input, a buffer, or the result of a torch operator. A replay allocates the buffers and launches the kernels on
-the current stream.
+A plan contains the compiled kernels, their grids and their arguments. It numbers its values: inputs, buffers (tensors
+that the function allocates), and results of torch operators. It stores an address as a number and an offset in bytes.
+A replay allocates the buffers and launches the kernels on the current stream.
 
 The function may allocate tensors, create views, launch kernels and call torch operators. A replay repeats the calls of
 torch operators. A function that, e.g., uses a global tensor or returns a number has no plan and runs in every call.
 
-Buffers that only kernels use share one allocation, and overlap if their live ranges are disjoint. A kernel must
-therefore never read memory that no kernel of the plan has written.
+Buffers that only kernels use share one allocation, and may overlap if their live ranges are disjoint. Such a buffer may
+initially contain data of another buffer. Kernels must therefore write to a buffer before they read it.
 
 Functions run without plans in Triton's interpreter, and while launch hooks or debug options are active.
 """
@@ -99,7 +99,7 @@ def plans() -> list[LaunchPlan | None]:
 
 
 def _record(key: tuple[Any, ...], function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Runs the function and stores its plan. If a compiled kernel is not known yet, the next call records the plan."""
+    """Runs the function and stores its plan. If triton is still compiling a kernel, the next call records the plan."""
     # detach() makes new tensor objects, so a tensor passed twice is recorded as two inputs
     own = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
     recorder = _Recorder([value for value in own if isinstance(value, Tensor)])
@@ -141,7 +141,7 @@ class _Recorder(TorchDispatchMode):
         self._steps: list[Step] = []
         self._addresses: list[At] = []
         self._kernels: dict[int, Any] = {}
-        # tensor object -> (number, address) of its value; keyed by object, because values may have equal addresses
+        # tensor object -> (number, start address) of its value; an address is no key: values may have equal addresses
         self._places: Any = WeakIdKeyDictionary()
         self._inputs = len(inputs)
         self._failed = not inputs or any(tensor.device != self._device for tensor in inputs)
@@ -264,7 +264,7 @@ class _Recorder(TorchDispatchMode):
         return LaunchPlan(self._device, buffers, list(zip(self._steps, drops)), tuple(returned), single, kernels)
 
     def _arrange(self, outputs: Sequence[View]) -> tuple[dict[int, At], tuple[Any, ...]]:
-        """Returns {recorded value: At(final number, offset)}, and (shape, stride, dtype) of each buffer."""
+        """Returns {recorded number: At(number in the plan, offset)}, and (shape, stride, dtype) of each buffer."""
         spans: dict[int, tuple[int, int]] = {}  # value -> indices of the first and last steps that use it
         as_tensor = {view.at.value for view in outputs}
         for position, step in enumerate(self._steps):

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Ready
 
-Values = list[Any]  # the tensors of a replay by value number; None once freed
+Values = list[Any]  # inputs, buffers and operator results of a replay, by number; None once freed
 MAX_MAPS = 256  # cached tensor maps (encoded TMA descriptors) per descriptor
 
 
@@ -28,7 +28,7 @@ class UnplannableError(LookupError):
 
 @dataclass(eq=False)
 class At:
-    """An address: the number of a value, and an offset in bytes. `_Recorder.plan` renumbers the values."""
+    """An address: the number of a value (`Values`), and an offset in bytes. `_Recorder.plan` renumbers the values."""
 
     value: int
     offset: int
@@ -87,7 +87,7 @@ class PlannedLaunch:
     """A kernel launch. `__call__` passes stream and addresses to the C function behind Triton's launcher.
 
     `values` are all arguments of the kernel in order, including constants. An `At` replaces each non-empty tensor, and
-    a `Base` the base of each descriptor. Raises LookupError or AttributeError if Triton's launcher is unknown.
+    a `Base` the base of each descriptor. Raises LookupError or AttributeError if Triton's launcher is not supported.
     """
 
     def __init__(self, ready: Ready, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
@@ -97,9 +97,9 @@ class PlannedLaunch:
         self._launch, noted, encoders = _intercept(ready.compiled, grid, values)
         self._front: tuple[Any, ...] | None = None
         self.arguments: list[Any] = []  # tuples that contain addresses are flattened
-        self._tuples: list[slice] = []  # positions of these tuples, last first; empty if the launcher takes none
+        self._tuples: list[slice] = []  # slices of `arguments` to pass as tuples, last first
         if isinstance(noted[-1], list | tuple):  # triton 3.7 passes kernel arguments as one sequence
-            # its launcher flattens tuples and drops constants in every launch: do this only once, pass flat arguments
+            # in every launch, its C function flattens tuples and drops constants; to save time, do so once, here
             kinds = nvidia.expand_signature(
                 ready.compiled.src.signature.values(), ready.compiled.metadata.tensordesc_meta
             )
@@ -107,7 +107,7 @@ class PlannedLaunch:
             declared = [nvidia.PyKernelArg(nested_tuple=None, type=nvidia.ARG_KERNEL)] * len(noted[-2])
             self._front = (*noted[4:-3], declared, noted[-2])
             if len(declared) != len(self.arguments):
-                raise UnplannableError("the launcher takes another number of arguments")
+                raise UnplannableError("the launcher takes more or fewer arguments than the plan has")
         else:
             for value in noted[4:]:
                 if isinstance(value, tuple) and any(isinstance(member, At) for member in value):
@@ -156,7 +156,7 @@ def _without_constants(kinds: Sequence[Any], arguments: Sequence[Any]) -> Iterat
 def _intercept(
     compiled: Any, grid: tuple[int, int, int], values: Sequence[Any]
 ) -> tuple[Callable[..., None], tuple[Any, ...], list[TensorMaps]]:
-    """Returns the C function behind Triton's launcher, its arguments, and `TensorMaps` for the descriptors."""
+    """Returns the C function behind Triton's launcher, the arguments it would get, and `TensorMaps` of descriptors."""
     notes: list[tuple[Any, ...]] = []
 
     def note(*arguments: Any) -> None:

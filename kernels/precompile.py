@@ -110,7 +110,7 @@ def compile_all(requests: Sequence[Request], progress: Progress | None = None) -
     """
     compiled = here = 0
     tell = progress if progress is not None else lambda done, total: None
-    for request in requests:  # compile in this process up to the first uncached kernel, or all if few remain
+    for request in requests:  # compile here until a kernel was not cached and enough remain for several processes
         if compiled and _processes(len(requests) - here) > 1:
             break
         compiled += request.compile()
