@@ -52,7 +52,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model to measure, given by one of `config` (a shape of vit-fast), `make`, `onnx` and `operator`."""
+    """A model to measure, given by one of `config` (a vit-fast model), `make`, `onnx` and `operator`."""
 
     name: str
     shape: tuple[int, ...]  # of one input: [channels, height, width], or tokens first
@@ -187,7 +187,7 @@ def _variant(name: str, img_size: Size | None) -> Model:
 
 
 def describe_vit(name: str, config: ViTConfig, data: DataConfig, weights: Mapping[str, Tensor] | None = None) -> Model:
-    """Describes a model of a shape of vit-fast; `weights` None means random weights."""
+    """Describes a vit-fast model; `weights` None means random weights."""
     return Model(name, (config.in_chans, *config.image_hw), data, config, weights)
 
 

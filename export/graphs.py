@@ -249,7 +249,7 @@ def optimize(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
     common_passes.RemoveUnusedNodesPass()(model)
     skip_note = "the last LayerNorm follows pooling, or a block has another residual structure"
     wanted = [
-        (options.attention, vit.attentions, "attention with a mask or without scaled_dot_product_attention stays"),
+        (options.attention, vit.attentions, "attention with a mask or of another function is not fused"),
         ("BiasGelu" if options.targets_ort else None, vit.depth, "only exact GELU after a bias is fused"),
         ("SkipLayerNormalization" if options.target == "ort-cuda" else None, 2 * vit.depth, skip_note),
     ]

@@ -69,7 +69,7 @@ class ExportOptions:
 
     @property
     def dtype(self) -> str:
-        """Dtype of all layers that are not quantized. For TensorRT, 8-bit files use fp16: it adds no casts."""
+        """Dtype of layers that are not quantized. 8-bit files for TensorRT use fp16, because TensorRT adds no casts."""
         if not self.is_eight_bit:
             return self.precision
         return "fp16" if self.precision == "fp8" or self.target == "tensorrt" else "fp32"

@@ -19,7 +19,7 @@ from .runtime.metadata import two_columns
 if TYPE_CHECKING:
     from rich.table import Table
 
-SURE = 0.1  # a changed class counts if the model prefers its own class to the file's by this probability
+SURE = 0.1  # a changed class counts if the model's probabilities of the two classes differ by at least this
 FLIPS = 0.01  # allowed share of images with a changed class that counts (see SURE)
 RMS = 0.05  # allowed root mean square error of the logits, in standard deviations of the logits
 EIGHT_BIT_BUDGET = f"rms error <= {RMS:g}, confident predictions change on at most {FLIPS:.0%} of the images"

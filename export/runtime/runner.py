@@ -255,7 +255,7 @@ class OnnxRunner:
         return result
 
     def prepare(self, image: Image.Image) -> np.ndarray:
-        """Returns input of the file: preprocessed fp32 [channels, H, W], or pixels uint8 [H, W, channels]."""
+        """Returns the file's input for an image: fp32 [channels, H, W], or uint8 [H, W, channels] (takes_pixels)."""
         from PIL import Image
 
         from vit_fast.apps.data import make_transform

@@ -250,7 +250,7 @@ def only_images(example: Any) -> Tensor | None:
 
 
 def _of_images(function: Callable[[Tensor], Any], model: nn.Module, example: Any, candidate: Candidate) -> Function:
-    """Lets callers pass the images by position, by the name in the example, or by the first name in `forward`."""
+    """Lets callers pass the images by position, by the name in the example, or by forward's first parameter."""
     names = {*arguments(example)[1], *list(inspect.signature(model.forward).parameters)[:1]}
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -76,7 +76,7 @@ def folder() -> Path:
 
 
 def key_of(model: nn.Module, example: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Returns the key of a result. `request` contains options of `optimize`; with lossy ones, weights are hashed."""
+    """Returns the key of a result. If `request` (options of `optimize`) allows loss, the key has a weights hash."""
     tensors = tensors_in(example)
     return {
         "machine": machine(tensors[0].device),

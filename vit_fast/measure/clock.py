@@ -36,7 +36,7 @@ Call = Callable[[int], object]
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise torch's profiler writes its progress to stderr
 
 # Duration of the untimed calls. After a call, threads of torch spin for about 10 ms, and threads of ONNX Runtime for
-# 35 ms. These threads would slow down the next call. An idle wait would let the next call's own threads fall asleep.
+# 35 ms, which would slow down the next call. An idle wait would let the threads of the next call fall asleep.
 SETTLE_MS = 40.0
 RESAMPLES, CONFIDENCE = 1000, 0.99
 UNRANKABLE = 0.10  # candidates are not ranked if the resolution exceeds this
@@ -265,7 +265,8 @@ def free_memory(device: torch.device) -> None:
 def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5) -> float:
     """Returns the speedup of `other` over `base`: quantile `share` of base_ms / quantile `share` of other_ms.
 
-    With `paired`, sample i of both is from round i: medians are replaced by the median ratio per round to cancel drift.
+    With `paired`, samples with the same index are from the same round. Instead of the ratio of the medians, the result
+    is then the median of the ratios per round, in which drift cancels.
     """
     return float(_ratios(np.asarray(base_ms)[None], np.asarray(other_ms)[None], paired, share)[0])
 
