@@ -3,31 +3,31 @@
 After a LayerNorm, z = n W''^T + c = LayerNorm(x) W^T + b with n = (x - mean) rstd. `folding.py` defines W'' and c. Let
 dz be the gradient of z, g = dz W'' the gradient of n, and U = dz^T n. m indexes tokens, j columns of x, f columns of z:
 
-    dx     = rstd (g - mean_j(g) - n mean_j(g n)); for RMSNorm, without mean_j(g)
+    dx     = rstd (g - mean_j(g) - n mean_j(g * n)); for RMSNorm, without mean_j(g)
     dW     = U diag(gamma) + (sum_m dz) beta^T
-    dgamma = sum_f U W
+    dgamma = sum_f (U * W)
     dbeta  = sum_f (sum_m dz) W
     db     = sum_m dz
 
-For a LayerNorm, mean_j(g) is zero except for rounding errors, because each row of W'' sums to 0. mean_j(g n) equals
-sum_f(dz (z - c)) / C. dx is computed in one of two ways:
+For a LayerNorm, mean_j(g) is zero except for rounding errors, because each row of W'' sums to 0. mean_j(g * n) equals
+sum_f(dz * (z - c)) / C, because z - c = n W''^T. dx is computed in one of two ways:
 
 - qkv: `_layer_norm_grad_kernel` computes dx from dz W and x, with (dz W) gamma in place of g. (dz W) gamma differs from
   g by a constant per row, which cancels in dx. The kernel also writes n, which U needs.
-- fc1: a matmul computes dz. Its epilogue sums dz (z - c) over f, and stores dz~ = rstd dz. The next matmul computes dx.
-  U is dz~^T x - sum_m(dz~ * mean), where the sum, a vector [F], is subtracted from every column.
+- fc1: the matmul of `linear.activation_gradient` computes dz, sums dz * (z - c) over f, and stores dz~ = rstd dz. The
+  next matmul computes dx. U is dz~^T x - sum_m(dz~ * mean); the sum, a vector [F], is subtracted from every column.
 
 Before a residual, y = r + ls (h W^T + b) with residual r and LayerScale ls. dy is the gradient of y, V = dy^T h, and f
 indexes columns of h:
 
     dW  = diag(ls) V
-    dls = sum_f V W + b sum_m dy
+    dls = sum_f (V * W) + b sum_m dy
     db  = ls sum_m dy
 
 Sums over m need no extra launch: matmul epilogues and extra programs of other kernels write partial sums.
 `weight_gradients.py` adds the partial sums in order, and computes the gradients of the parameters.
 
-Source: differentiation of the formulas above.
+Source: differentiation of the formulas of z and y.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ..matmul.matmul_tiles import READ_AT_ONCE, tile_mask, tile_offsets
 SUM_ROWS = 256  # rows per partial sum; in shapes, M / SUM_ROWS is rounded up
 _SUM_ROWS = tl.constexpr(SUM_ROWS)
 _SUM_COLS = tl.constexpr(128)
-_AT_ONCE = tl.constexpr(64)  # parts that are loaded at once
+_AT_ONCE = tl.constexpr(64)  # partial sums that `add_column_parts` loads at once
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def column_sum_programs(M, N):
 
 @triton.jit
 def store_column_sums(source_ptr, part_ptr, program, M, N):
-    """Stores a tile of the partial sums, fp32 [M / SUM_ROWS, N], of `source` [M, N] over rows."""
+    """Adds up to SUM_ROWS rows of `source` [M, N] in 128 columns. Stores the sum in `part`, fp32 [M / SUM_ROWS, N]."""
     tiles = tl.cdiv(N, _SUM_COLS)
     part = program // tiles
     col = program % tiles * _SUM_COLS

@@ -1,19 +1,19 @@
 """Norm between the hidden layer of an MLP and its second linear layer fc2, as in EVA-02: forward and backward.
 
-The norm is folded into fc2, like the LayerNorm before fc1 into fc1 (`folding.py`). In half precision, the fc2 matmul
-reads the hidden layer h [M, F] directly. The fc1 matmul or an extra kernel writes the statistics of h.
+The norm is folded into fc2 (`folding.py`). In half precision, the fc2 matmul reads the hidden layer h [M, F] directly.
+The fc1 matmul or an extra kernel writes the statistics of h. fp32 h is normalized before the fc2 matmul.
 
 Let h^ = (h - mean) rstd be the normalized h, and y' = h^ W''^T + c the output of fc2, with W'' [C, F] and c [C] of
 `folding.py`. The MLP returns y = r + ls y' with residual r and LayerScale ls. Let dy be the gradient of y, and
 g = (ls dy) W'' the gradient of h^:
 
     dh    = rstd (g - h^ * along)
-    along = sum_F(g h^) / F = sum_C(ls dy (y' - c)) / F, one number per token
+    along = sum_F(g * h^) / F = sum_C(ls dy * (y' - c)) / F, one number per token
 
 dh omits the mean of g over F, which for a LayerNorm is zero except for rounding errors. The forward stores y' - c.
 `_along_kernel` computes `along` from y' - c and dy. The kernel also sums dy over M for the gradients of beta and bias.
-The "activation_grad" or "gated_grad" matmul then computes g and dh, and stores h^ instead of h. For the
-gradients of W, gamma, beta and bias, substitute dz = ls dy and n = h^ in the formulas of `gradients.py`.
+The matmul of `linear.activation_gradient` then computes g and dh, and stores h^. For the gradients of W, gamma, beta
+and bias, substitute dz = ls dy and n = h^ in the formulas of `gradients.py`.
 
 Source: differentiation of the formulas above.
 """
@@ -43,7 +43,7 @@ def hidden_linear_residual(
     only with `training`. In half precision, a negative rstd marks a constant row (`layer_norm.py`).
 
     Args:
-        part: LayerNorm statistics of h [M, F]; None for fp32 h, which an extra kernel normalizes.
+        part: LayerNorm statistics of h (`row_parts.py`); None for fp32 h, which an extra kernel normalizes.
         eps: Epsilon of the norm.
         out_part: Output: LayerNorm statistics of the result.
     """

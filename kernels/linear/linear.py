@@ -103,15 +103,15 @@ def activation_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Backward of fc2 and the activation: returns dz~, row_part, column_part and h.
 
-    z is the output of fc1, and h = act(z), or act(g) u if gated. Let mean and rstd be the statistics of the rows of x.
+    z is the output of fc1, and h = act(z), or act(g) u if gated. mean and rstd are the LayerNorm statistics of x.
 
-    - dz~, like z, is rstd dz. For fp32 x and constant rows of x, dz~ is dz.
-    - row_part, fp32 [M, parts], contains partial sums of dz (z - c) over the columns of z. `folding.py` defines c.
+    - dz~, [M, columns of z], is rstd dz, where dz is the gradient of z. For fp32 x and constant rows of x, dz~ is dz.
+    - row_part, fp32 [M, parts], contains partial sums of dz * (z - c) over the columns of z. `folding.py` defines c.
     - column_part, fp32 [parts of M, 2, columns of z], contains partial sums over M of dz and of dz~ * mean.
 
     `grad` is dy [M, C], the gradient of the MLP's output after LayerScale. `scaled` is diag(LayerScale) W2 [C, F] with
-    the weight W2 of fc2. If a norm of h follows (`hidden_norm.py`), W2 is the folded weight, and the last result is the
-    normalized h. Then also pass `hidden` (mean and rstd of h, fp32 [2, M]) and `along` (fp32 [M]).
+    the weight W2 of fc2. If a norm lies between h and fc2 (`hidden_norm.py`), W2 is the folded weight, and the last
+    result is the normalized h. Then also pass `hidden` (mean and rstd of h, fp32 [2, M]) and `along` (fp32 [M]).
     """
     (M, width), F = z.shape, scaled.weight.shape[1]
     out, h = torch.empty_like(z), z.new_empty((M, F))

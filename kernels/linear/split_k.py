@@ -1,10 +1,10 @@
-"""Split-K for matmuls with the "residual" epilogue: sums the parts that the "partial" epilogue (`matmul.py`) stores.
+"""Split-K for matmuls with the "residual" epilogue: adds the partial sums that the "partial" epilogue stores.
 
-    out = [residual +] [scale] (sum over parts + bias), and if a LayerNorm follows, the LayerNorm statistics of out
+    out = [residual +] [scale] (sum of partial sums + bias), and if a LayerNorm follows, the LayerNorm statistics of out
 
-With small batches, a matmul has too few tiles to fill a GPU. Split-K divides a tile among several programs, which sum
-over parts of K. The kernel of this file adds the parts in order, so results are deterministic. Each program of
-this kernel computes ROWS rows of a piece of 64 columns (`row_parts.py`).
+With small batches, a matmul has too few tiles to fill a GPU. Split-K divides a tile among several programs. Each of
+these programs stores a partial sum over its part of K. The kernel of this file adds the partial sums in order, so
+results are deterministic. Each program of this kernel computes ROWS rows of a piece of 64 columns (`row_parts.py`).
 """
 
 from __future__ import annotations

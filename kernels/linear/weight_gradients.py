@@ -223,7 +223,7 @@ class ResidualMatmul:
     """Inputs for the gradients of a linear layer before a residual."""
 
     part: Tensor  # partial sums of V = dy^T h, fp32 [splits, C, F]
-    grad: Tensor  # dy [M, C], contiguous like the parameters
+    grad: Tensor  # dy [M, C]; `grad` and the parameters must be contiguous
     weight: Tensor
     bias: Tensor | None
     scale: Tensor | None
@@ -286,7 +286,7 @@ def parameter_gradients(
     }  # fmt: skip
     programs += sum(map(column_sum_tiles, summed))
     Launch(_weight_grad_kernel, (programs,), args, {"ROWS": ROWS, "COLS": COLS}, device=device).run()
-    programs = sum(ceil_div(each[0], _VECTOR_COLS) for each in (norm, vectors, norm2, vectors2))  # 0: no launch
+    programs = sum(ceil_div(each[0], _VECTOR_COLS) for each in (norm, vectors, norm2, vectors2))  # if 0, no launch
     args = {"norm": norm, "branch": vectors, "norm2": norm2, "branch2": vectors2, "sums": ceil_div(M, SUM_ROWS)}
     constants = {"WEIGHT_ROWS": ROWS, "WEIGHT_COLS": COLS, "COLS": _VECTOR_COLS}
     Launch(_vector_grad_kernel, (programs,), args, constants, maxnreg=_REGISTERS, device=device).run()
