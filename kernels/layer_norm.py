@@ -3,12 +3,12 @@
 The statistics of a row of x [M, C] are mean and rstd = 1 / sqrt(variance + eps). The kernel that writes x usually also
 writes partial statistics (`row_parts.py`); otherwise, a separate kernel does. The next matmul combines the parts.
 
-Two special cases, with W'', s, c and z as defined in `linear/folding.py`:
+The layer's output is z = rstd (x W''^T - mean s) + c; `linear/folding.py` defines W'', s and c. Two special cases:
 - fp32 x (in an fp32 model, or under autocast): a separate kernel writes n = (x - mean) rstd in the dtype of the matmul,
   and z = n W''^T + c. Rounding x itself would lose precision if |mean| exceeds std, and x may overflow fp16.
 - Constant rows in fp16 or bf16: rstd = 1 / sqrt(eps) would amplify the rounding error of x W''^T - mean s, whose exact
   value is 0. The kernels therefore mark a constant row by a negative rstd. The forward multiplies by max(rstd, 0), so
-  z = c. The backward multiplies by |rstd|, or by 1 in the weight gradient (see `matmul/gradient_epilogues.py`).
+  z = c. For the backward, see `matmul/gradient_epilogues.py`.
 
 For RMSNorm, the partial statistics are the same, but rstd is 1 / sqrt(mean(x^2) + eps), and mean is replaced by 0. Only
 rows of zeros count as constant.
@@ -30,8 +30,8 @@ from .launch import Launch, ceil_div
 from .ptx import divided_columns
 from .row_parts import PIECE, row_parts
 
-# A row counts as constant if std <= 1e-6 |mean|. If the values of an fp16 or bf16 row are not all equal, std is at
-# least 2^-12 |mean| / sqrt(C), which is more than 1e-6 |mean| for C < 59,000.
+# A row counts as constant if std <= 1e-6 |mean|. If the values of an fp16 or bf16 row are not all equal, two of them
+# differ by a rounding step. Its std is at least 2^-12 |mean| / sqrt(C), more than 1e-6 |mean| for C < 59,000.
 _CONSTANT_ROW = tl.constexpr(1e-6)
 _MAX_CHUNK = 2048
 _PIECE = tl.constexpr(PIECE)
@@ -264,7 +264,7 @@ def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
 
 
 def norm_input(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, rms: bool = False) -> NormInput:
-    """Returns x [M, C] as `NormInput`. Normalizes fp32 x to `dtype`; computes `part` of half-precision x if None."""
+    """Returns x [M, C] as `NormInput`. Normalizes fp32 x to `dtype`. For other x, computes `part` if it is None."""
     M, C = x.shape
     if x.dtype == torch.float32:
         normalized, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(1, M)

@@ -1,10 +1,10 @@
 """PTX instructions for the kernels. In Triton's interpreter, they are skipped or replaced.
 
 Programmatic dependent launch: a kernel with the constant DEPENDENT may start before the previous kernel in the stream
-has ended. With small batches, launching a kernel and loading weights may take as long as computing. Until its call of
-`wait_for_previous`, a kernel only computes addresses and prefetches weights into L2. The prefetch is safe even while an
-earlier kernel writes the weights. `wait_for_previous` waits for the end of the previous kernel, then allows the next
-kernel to start. Therefore, all earlier kernels have ended when `wait_for_previous` returns.
+has ended. The overlap hides launch and weight loads, which take long with small batches. A kernel first only computes
+addresses and prefetches weights into L2; an earlier kernel may still write the weights, because L2 is coherent. Then,
+`wait_for_previous` waits until the previous kernel has ended, and allows the next to start. The previous kernel waited
+likewise before this one could start. Therefore, all earlier kernels have ended when `wait_for_previous` returns.
 
 FP8 (e4m3: 4 exponent bits, 3 mantissa bits): an FP8 linear layer reads x8 = e4m3(x / scale). The kernel that computes x
 or its LayerNorm statistics also writes x8. Instead of dividing, kernels multiply by the reciprocal of the scale, named
@@ -44,7 +44,7 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(pointer, row, first, last, rows, columns, ROWS: tl.constexpr, STEP: tl.constexpr):
-    """Prefetches rows row .. row + ROWS of a matrix [rows, columns] into L2: every STEP-th column of [first, last)."""
+    """Prefetches columns [first, last) of ROWS rows from `row` on into L2, with one instruction per STEP columns."""
     if _INTERPRETED:
         return
     index = tl.minimum(row + tl.arange(0, ROWS), rows - 1)
@@ -59,7 +59,7 @@ def prefetch_rows(pointer, row, first, last, rows, columns, ROWS: tl.constexpr, 
 def rounded(value, DTYPE: tl.constexpr):
     """Rounds an fp32 tile to DTYPE. For bf16, PTX converts two values per instruction.
 
-    Triton's own conversion takes one instruction per value if the fp32 tile is used again.
+    If the kernel also uses the fp32 tile later, Triton's own conversion takes one instruction per value.
     """
     if _INTERPRETED or DTYPE != tl.bfloat16:
         return value.to(DTYPE)

@@ -1,18 +1,18 @@
 """qk-norm and rotary embeddings on packed qkv [B, N, 3, H, D], forward and backward, for any even D.
 
-Let n be a normalized head of q or k, or all heads of a token, normalized together. With the weight w and bias b of the
-norm, y = n w + b. Each pair of channels (y_1, y_2) is rotated by an angle, given as tables of cos and sin:
+Let x be a head of q or k, or all heads of a token if they are normalized together. The norm has weight w and bias b:
+y = n w + b, n = (x - mean) rstd. Each pair of channels (y_1, y_2) is rotated by an angle, given by tables cos and sin:
 
     out_1 = y_1 cos - y_2 sin,  out_2 = y_2 cos + y_1 sin
 
 A pair is channels j and j + D/2, or 2j and 2j + 1. The first `prefix` tokens of an image are not rotated. In the
 backward, dy is dout rotated by the opposite angle. With dn = dy w, rstd = 1 / sqrt(variance + eps), and means over all
-channels of n:
+channels of x:
 
     dx = rstd (dn - mean(dn) - n mean(dn n)),  dw = sum dy n,  db = sum dy
 
-For RMSNorm, mean(dn) is omitted. The backward recomputes n from x. Each program sums dw and db over its own heads, and
-torch adds the sums of all programs. The order is fixed, so results are deterministic.
+For RMSNorm, mean and mean(dn) are replaced by 0. The backward recomputes n from x. Each program sums dw and db over its
+own heads, and torch adds the sums of all programs. The order is fixed, so results are deterministic.
 
 A program processes ROWS heads at once as two tiles [ROWS, BLOCK]: the first and the second channel of each pair. The
 kernels also copy v, unless they work in place.
@@ -146,7 +146,7 @@ def _qk_norm_rope_kernel(
     M, N, H, prefix, eps,
     image_rows, head_rows,  # strides of images and heads in the tables, in rows; 0 if shared
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of rows and pairs in the tables, in elements
-    D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr,
+    D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr,  # see `QkvSettings`
     SEPARATE: tl.constexpr,  # in place only: moves the channels of a pair from adjacent places to places D / 2 apart
     INVERSE: tl.constexpr,  # rotate by the opposite angle
     PARTS: tl.constexpr,  # 2: processes q and k; 3: also copies v
@@ -321,7 +321,7 @@ def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
 def qk_norm_rope_gradients(
     grad: Tensor, x: Tensor | None, settings: QkvSettings, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns dx, and the gradients of the norm parameters: fp32 [2 (q, k), 2 (dw, db), D or H * D], or None.
+    """Returns dx, and dw and db of the norms: fp32 [2 (q, k), 2 (dw, db), D or H * D], or None without w and b.
 
     Args:
         grad: Gradient of the output of `qk_norm_rope`, [B, N, 3, H, D], contiguous.
@@ -339,7 +339,7 @@ def qk_norm_rope_gradients(
         width = x.shape[-2] * x.shape[-1] if settings.wide else x.shape[-1]
         part = torch.empty(programs, 2, 2, width, dtype=torch.float32, device=x.device)
     args |= {"grad_ptr": grad, "out_ptr": out, "part_ptr": part, "blocks": blocks}
-    # without maxnreg, ptxas uses 96 registers and spills on sm_100
+    # without maxnreg, ptxas allocates only 96 registers on sm_100, and the kernel spills
     Launch(
         _qk_norm_rope_grad_kernel, (programs * parts,), args, constants | {"PARTS": parts}, num_warps=warps,
         maxnreg=128, device=x.device,

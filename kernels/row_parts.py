@@ -2,7 +2,7 @@
 
 A row of C columns consists of pieces of PIECE columns; the last piece may be shorter. The tensor, fp32
 [M, 2, row_parts(C)], contains for each row the means of its pieces, then the sums of squared deviations from these
-means. This file does not import triton, because fake kernels use it.
+means. This file must not import triton: fake kernels use `row_parts`, and also run without triton.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """qk-norm and rotary embeddings, between the qkv matmul and attention.
 
 Operators: `vit_fast::qk_norm_rope` and its backward. In a block, `qkv_step` selects a kernel for norms and rotation:
-- The epilogue of the qkv matmul runs norms and rotation if possible. For rotation, all heads must share the tables, and
-  the channels of a pair must be adjacent in the folded weight. For norms, `over` must be "head", the dtype half
-  precision (not FP8) and head_dim 64 or 128, and no backward may follow.
+- The epilogue of the qkv matmul runs norms and rotation if possible. For rotation, all heads must share cos and sin,
+  and the channels of a rotated pair must be adjacent in the matmul's output (`kernels/linear/folding.py`). For norms,
+  `QkNorm.over` must be "head", head_dim 64 or 128, and the dtype half precision, without FP8 and without a backward.
 - Otherwise, a separate kernel runs norms and rotation: in place, or into a new tensor if the backward needs the input.
 """
 
@@ -31,7 +31,7 @@ _ARGUMENTS = ("qk_norm.q.weight", "qk_norm.q.bias", "qk_norm.k.weight", "qk_norm
 
 
 class QkTensors(NamedTuple):
-    """Parameters of the q and k norms, rotary tables [B or 1, H or 1, T, D/2], and the tensors of `Keys`."""
+    """Parameters of the q and k norms, rotary tables [B or 1, H or 1, rotated tokens, D/2], and tensors of `Keys`."""
 
     q_weight: Tensor | None = None
     q_bias: Tensor | None = None
@@ -99,7 +99,7 @@ def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) 
     for name, tensor in zip(_ARGUMENTS, tensors):
         if tensor is None:
             continue
-        if tensor.device != like.device:  # check here, before torch dispatches to one of the devices
+        if tensor.device != like.device:  # torch itself would not report different devices
             reasons.append(f"{name} must be on the input's device {like.device}, got {tensor.device}")
         if name.startswith("rope") and tensor.requires_grad and torch.is_grad_enabled():
             reasons.append(f"{name} must not require a gradient: call .detach()")
@@ -111,7 +111,7 @@ def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) 
 def _kernel_settings(
     what: str, head_dim: int, tensors: QkTensors, settings: QkSettings, prefix: int, reasons: Sequence[str] = ()
 ) -> QkvSettings:
-    """Converts operator arguments. Raises UnsupportedInputError for the given reasons and those found here."""
+    """Converts operator arguments to `QkvSettings`. Raises UnsupportedInputError for given and new reasons."""
     reasons = [*reasons, *([f"head_dim must be even, got {head_dim}"] if head_dim % 2 else [])]
     for name, tensor in zip(_ARGUMENTS, tensors):
         if tensor is not None and tensor.dtype not in DTYPES:
@@ -211,7 +211,7 @@ class QkvStep(NamedTuple):
     def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor | None:
         """Converts `grad` in place from the gradient of attention's input to the gradient of the qkv matmul's output.
 
-        The result has the channel order of the unfolded qkv weight. Returns `sums` for `norm_gradients`.
+        If rope_head > 0, also moves channels 2j and 2j + 1 to j and j + D/2. Returns `sums` for `norm_gradients`.
         """
         from ..kernels import rotary
 
@@ -232,9 +232,9 @@ def qkv_step(
 ) -> QkvStep:  # fmt: skip
     """Builds a `QkvStep` for images of `tokens` tokens from the results of `operator_arguments`.
 
-    `is_folded` is True if `fold` folded the qkv weight. Then, with layout "half", the channels of a pair are not
-    adjacent, and the matmul does not rotate. norm_dtype is the matmul's dtype, or None (in training and FP8) if the
-    matmul must not run the norms.
+    `is_folded` is True if `fold` folded the qkv weight earlier. Layout "half" then means that `fold` did not make the
+    channels of a pair adjacent, and the matmul does not rotate. norm_dtype is the matmul's dtype, or None (in training
+    and FP8) if the matmul must not run the norms.
     """
     from ..kernels.matmul.matmul_launch import HeadStep
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
