@@ -63,7 +63,7 @@ def fused_block(
         eps, norm: Epsilons and kind of norm1 and norm2. inner_norm: Kind and epsilon of a norm before fc2.
         residual: True adds x to the output of a half; must be True for a whole block.
         next_statistics: True to return LayerNorm statistics of the output, for the next block.
-        x8: For FP8: x times qkv_factor in e4m3, from the previous block. Computed if x8 or statistics is None.
+        x8: For FP8: x times tensors.qkv_factor in e4m3, from the previous block. Computed if x8 or statistics is None.
         next_factor: The qkv_factor of the next block if its qkv layer reads e4m3, else None.
     Returns:
         The output, with x's shape and the dtype from `_output_dtype`; its LayerNorm statistics or None; and the output
@@ -117,7 +117,7 @@ def fused_block(
 
 
 def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Returns the output, its LayerNorm statistics and e4m3 copy if requested, and the tensors of `_new_names`."""
+    """Returns the output; if requested, also its LayerNorm statistics, its e4m3 copy and tensors for the backward."""
     from ..kernels.linear import linear, scaled_weights
 
     s = BlockSettings.read(settings)
@@ -215,7 +215,7 @@ def _output_dtype(stream: torch.dtype, t: BlockTensors, s: BlockSettings) -> tor
     """
     if s.residual:
         return stream
-    if t.fc1_weight is None:  # fp32 for fp32 LayerScale: 1e-6 would be subnormal in fp16
+    if t.fc1_weight is None:  # fp32 for fp32 LayerScale: an output scaled by 1e-6 would be subnormal in fp16
         return s.dtype if t.scale1 is None or t.scale1.dtype != torch.float32 else torch.float32
     return stream if t.scale2 is not None and t.scale2.dtype == stream else s.dtype
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class BlockSettings(NamedTuple):
-    """Non-tensor arguments of the block operators: eight numbers, then the values that `text_of` encodes."""
+    """Non-tensor arguments of the block operators: eight numbers, then values that `registration.text_of` encodes."""
 
     heads: int
     scale: float  # multiplier of q k^T
@@ -92,8 +92,8 @@ def saved_names(s: BlockSettings) -> list[str]:
     qkv [B, N, 3, H, D], mixed [B, N, H, D], lse [B, H, N]: Input, output and log-sum-exp of the attention.
     before_norm: qkv before the norms of q and k; saved only with qk-norm.
     z: Output of fc1 [M, F]. With a gate, z is [M, 2 F], and columns of the gate and of fc1 alternate.
-    branch, hidden: y' - c [M, C] of `hidden_norm.py`, and mean and rstd of the hidden layer, fp32 [2, M]. Saved only
-        with a norm before fc2.
+    branch, hidden: Output of fc2 minus its shift c = W beta + b (`folding.py`), [M, C]; mean and rstd of the hidden
+        layer, fp32 [2, M]. Saved only with a norm before fc2.
     """
     names = []
     if _QKV in s.present:
@@ -104,7 +104,7 @@ def saved_names(s: BlockSettings) -> list[str]:
 
 
 def normed_linears(t: Any, norm: str, inner_norm: str, rope_head: int = 0) -> dict[str, NormedLinear]:
-    """Returns the linear layers that follow a norm, by name: qkv, fc1 and, with an inner norm, fc2."""
+    """Returns the linear layers that follow a norm: qkv, fc1 and, with an inner norm, fc2. `rope_head`: see `fold`."""
     from ..kernels.linear.folding import NormedLinear
 
     linears, rms = {}, norm == "rms_norm"
@@ -148,7 +148,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         d_branch = dy
         if inner is None:
             (folded,) = folding.fold_linears([linears["fc1"]], s.dtype)
-        else:  # `activation_gradient` returns h after the inner norm, but without gamma and beta
+        else:  # h below is the hidden layer after the inner norm, but without gamma and beta
             along, sums["fc2"] = hidden_norm.along_rows(dy, saved.branch, t.scale2, inner.weight.shape[1])
             folded, behind = folding.fold_linears([linears["fc1"], inner], s.dtype)
             (scaled["fc2"],) = scaled_weights.scaled_weights([(behind.weight, t.scale2)], s.dtype)
@@ -160,7 +160,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         d_fc1, row_part, sums["fc1"], h = linear.activation_gradient(
             dy, scaled["fc2"], saved.z, norm_input, folded, s.activation, gated, saved.hidden, along
         )
-        # proj reads `narrow`: the gradient in the dtype of the matmuls, or `stream` itself if the dtypes are equal
+        # for the gradients of proj, `narrow` is `stream` in the dtype of the matmuls
         stream, narrow = linear.input_gradient(
             d_fc1, row_part, norm_input, folded, stream if s.residual else None, t.qkv_weight is not None
         )
@@ -225,7 +225,7 @@ def block_flop(x: Sequence[int], tensors: Sequence[Any], s: BlockSettings) -> tu
         matmuls += 2 * tokens * width * 4 * inner
         attention = 4 * tokens * inner * (int(x[-2]) if qk.cu_seqlens is None else s.max_seqlen)
     if t.fc2_weight is not None:
-        hidden = int(t.fc2_weight[1])  # a folded fc1 contains the rows of the gate
+        hidden = int(t.fc2_weight[1])  # not fc1_weight[0]: a folded fc1 also contains the rows of the gate
         gated = t.gate_weight is not None or int(t.fc1_weight[0]) != hidden
         matmuls += (6 if gated else 4) * tokens * width * hidden
     return matmuls, attention

@@ -12,7 +12,7 @@ from ..errors import check_choice, check_type
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 E4M3 = torch.float8_e4m3fn
-# Kernels number tokens with 32 bits, and the last tile may extend past the last token.
+# Kernels number tokens with int32. 256 leaves room for a last tile that extends past the last token.
 MAX_TOKENS = 2**31 - 256
 _NORMS = ("layer_norm", "rms_norm")
 
@@ -51,7 +51,7 @@ class Rope(NamedTuple):
 
     Attributes:
         cos, sin: Tables [T, d], [B, T, d] or [B or 1, H or 1, T, d] with T = N - prefix for qkv [B, N, 3, H, D]; fp32,
-            fp16, bf16 or, without triton, fp64. d is D/2 (one value per pair) or D (two equal values per pair).
+            fp16, bf16 or, with backends other than triton, fp64. d is D/2 (one value per pair) or D (two equal values).
         prefix: Number of leading tokens that are not rotated (class token, registers).
         layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
     """
@@ -79,10 +79,10 @@ class Keys(NamedTuple):
 class BlockTensors(NamedTuple):
     """The parameters of a block. Absent parameters, and all parameters of an absent half, are None.
 
-    `fold` in `folded.py` folds the norms and the gate into the weights, sets `*_sum`, and sets the fields of norms and
-    gate to None. A layer in e4m3 has the reciprocal scale of its input in `*_factor`, and a scale per weight row. The
-    row scales of qkv and fc1 are in `*_row_scale`. For proj and fc2, LayerScale (scale1, scale2) is multiplied by the
-    row scales, and the bias is divided by the row scales.
+    `fold` in `folded.py` folds the norms into the weights, merges the gate into fc1, sets `*_sum`, and sets the fields
+    of norms and gate to None. A layer in e4m3 has the reciprocal scale of its input in `*_factor`, and a scale per
+    weight row. The row scales of qkv and fc1 are in `*_row_scale`. The row scales of proj and fc2 are multiplied into
+    scale1 and scale2. Because scale1 and scale2 also multiply the bias, the bias is divided by the row scales.
     """
 
     norm1_weight: Tensor | None = None  # [C]
@@ -233,7 +233,7 @@ def checked_rope(rope: Rope, shape: Sequence[int], is_folded: bool = False) -> R
     if cos.shape != sin.shape:
         raise ValueError(f"rope.cos and rope.sin must have equal shapes, got {tuple(cos.shape)} and {tuple(sin.shape)}")
     T = N - prefix
-    # check the rank first: comparing the size of another dimension with B would fix the batch size in an exported graph
+    # check the rank first: comparing T of a 2-d table with B would fix the batch size in an exported graph
     fits = (
         (cos.dim() == 2 and cos.shape[0] == T)
         or (cos.dim() == 3 and cos.shape[:-1] == (B, T))

@@ -2,12 +2,12 @@
 
 In FP8, qkv and fc1 read x8 = x / s in e4m3. Here x is the residual stream, and s contains a scale per channel from
 `vit_fast.calibrate`. Let mean and rstd be mean and reciprocal standard deviation of a token of x. Let W and b be weight
-and bias of qkv or fc1, and gamma and beta the parameters of the norm before the layer. `reference.fp8_weight` computes
-W8 = W gamma s / rows in e4m3, where `rows` contains a scale per row of W. The layer computes
+and bias of qkv or fc1, and gamma and beta those of the norm before the layer. With one scale per row of W in `rows`,
+`reference.fp8_weight` computes W8 = W gamma s / rows in e4m3. Hence, rows W8 / s is about W gamma. The layer computes
 
     z = rstd (rows (x8 W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(rows W8 / s),  shift = W beta + b
 
-A layer without s stays in half precision. The reference is `reference.fp8_block`.
+A layer whose scale is None stays in half precision. The reference is `reference.fp8_block`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def fold(
 
     The folded weights have no gradients, and are not updated when the parameters change. A weight is in e4m3 if its
     layer has a scale, else in `dtype`. If rope_head is head_dim D instead of 0, channels j and j + D/2 of q and k
-    become adjacent. In this case, pass the result of `interleave` to `fused_block`.
+    become adjacent. In this case, pass `interleave(rope, D)` to `fused_block` as rope.
 
     Raises:
         ValueError: a scale or its reciprocal is not positive and finite.

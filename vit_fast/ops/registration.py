@@ -56,11 +56,11 @@ def operator(
         fake: Returns empty outputs with the shapes, strides and dtypes of the real outputs.
         flop: Returns the number of FLOPs from the arguments, with shapes in place of tensors.
         save: Maps the list of arguments and the outputs to a pair: tensors and other values that `backward` needs.
-        backward: Maps the gradient of the first output, and the pair from `save`, to a flat sequence of gradients of
-            the leading arguments. Only the first output is differentiable. If backward is None, differentiating the
-            operator raises an error.
-        cached: Position of a weight in the flattened arguments. If the weight's address is a key of `CACHED`, every
-            call (also in a compiled graph) first updates the cached weights if the parameters changed.
+        backward: Maps the gradient of the first output, and the pair from `save`, to the gradients of the leading
+            arguments, counting each tensor of the list. Only the first output is differentiable. If backward is None,
+            differentiating the operator raises an error.
+        cached: Position of a weight, counted in the same way. Every call, also in a compiled graph, looks up the
+            weight's address in `CACHED`. Cached weights whose parameters changed are updated first.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     registered = getattr(torch.ops.vit_fast, name).default
@@ -164,7 +164,7 @@ def register_flop_formulas() -> None:
 
 
 def in_transform() -> bool:
-    """True inside torch.func transforms (grad, vjp, jvp, vmap) or forward-mode AD; torch.compile guards on them."""
+    """True in torch.func transforms (grad, vjp, jvp, vmap) or forward-mode AD. torch.compile guards on the result."""
     return forward_ad._current_level >= 0 or _in_torch_func()
 
 
