@@ -117,7 +117,7 @@ def attention_varlen_qkvpacked(
 
 
 def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Computes attention of qkv [B, N, 3, H, D], or of packed sequences [total, 3, H, D] or [1, total, 3, H, D]."""
+    """Computes attention to `keys` (None: all) of qkv [B, N, 3, H, D] or packed [total, 3, H, D] or [1, total, ...]."""
     return _attend([qkv], keys, scale, backend)
 
 
@@ -172,8 +172,8 @@ def scaled_dot_product_attention(
     All other calls run torch's function, e.g. calls with dropout, a causal mask or grouped-query attention.
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-    # Nested tensors, subclasses such as DTensor, and torch.fx Proxies run torch's function. Check the tensors before
-    # dropout_p: under torch.fx, dropout_p is a Proxy too, and comparing a Proxy with 0 would raise an error.
+    # Calls with nested tensors, subclasses such as DTensor, or torch.fx Proxies run torch's function. Check the tensors
+    # before dropout_p, which may also be a Proxy: torch.fx cannot evaluate `Proxy == 0.0` as a condition.
     ordinary = all(type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested for tensor in tensors)
     plain = ordinary and dropout_p == 0.0 and not is_causal and not enable_gqa
     plain = plain and query.dim() == 4 and not in_transform() and not is_exporting() and _fused_sdpa_is_allowed()
@@ -292,10 +292,10 @@ def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_output(qkv: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates the output in q's layout in `qkv`, its view [B, H, N_q, D], and the log-sum-exp [B, H, N_q]."""
+    """Allocates the output (laid out like q in `qkv`), its view as [B, H, N_q, D], and the log-sum-exp [B, H, N_q]."""
     q = _heads_first(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
-    memory = q.new_empty((batch, tokens, heads, head_dim), dtype=dtype)  # flattening [H, D] for proj needs no copy
+    memory = q.new_empty((batch, tokens, heads, head_dim), dtype=dtype)  # the proj layer flattens [H, D] without a copy
     view = memory.transpose(1, 2)
     separate = len(qkv) == 3
     out = memory[0] if qkv[0].dim() == (3 if separate else 4) else view if separate else memory
@@ -306,10 +306,10 @@ def attention_forward(
     qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int, scale: float,
     out_factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns softmax(scale q k^T) v, and the base-2 log-sum-exp of scale q k^T per query, fp32 [B, H, N_q].
+    """Returns softmax(scale q k^T) v, and per query log2(sum(exp(scale q k^T))), fp32 [B, H, N_q].
 
-    `qkv` contains q, k and v, each [B, H, N, D] or, for packed sequences, [total, H, D]; or only the argument of
-    `attention_among`. The output has q's layout. out_factor, fp32 [1], multiplies the output, which is then in e4m3.
+    `qkv` contains q, k and v, each [B, H, N, D] or packed [total, H, D], or only the `qkv` of `attention_among`. The
+    output is laid out like q. With out_factor (fp32 [1]), the output is in e4m3 and is multiplied by out_factor first.
     """
     q, k, v = _heads_first(qkv)
     out, view, lse = _new_output(qkv, None if out_factor is None else E4M3)

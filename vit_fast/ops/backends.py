@@ -22,7 +22,7 @@ BACKENDS: tuple[str, ...] = ("auto", *get_args(Backend))
 MIN_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
 
-_PROBE_SHAPE = (1, 2, 40, 64)  # [B, H, N, D]; no tile size divides N
+_PROBE_SHAPE = (1, 2, 40, 64)  # [B, H, N, D]; no tile size divides N, so that the kernel must mask the last tile
 _LONGEST_MESSAGE = 300  # in characters, because compiler output can be pages long
 
 
@@ -62,7 +62,7 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     """Returns the reasons why Triton kernels cannot run on a device. The first call for a GPU runs a test kernel.
 
-    A CPU is supported only under Triton's interpreter or if `kernels/inspect/` runs or records the launches.
+    A CPU is supported only under Triton's interpreter, or if `kernels/inspect/` has set `stand_in` to imitate a GPU.
     """
     if device == torch.device("cuda") and torch.cuda.is_available():  # "cuda" without an index is the current GPU
         device = torch.device("cuda", torch.cuda.current_device())
@@ -97,7 +97,7 @@ def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 @constant_to_compiler
 def _tf32_is_allowed() -> bool:
-    """Returns True if fp32 matmuls may use TF32; torch.compile recompiles if this setting changes."""
+    """Returns True if fp32 matmuls may use TF32. A compiled model is recompiled if the setting changes."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
@@ -180,7 +180,7 @@ def _run_and_compare(device: torch.device) -> tuple[str, ...]:
 
 
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:
-    """Compiles the kernels that `call` launches; returns their number, and the number that Triton had not cached."""
+    """Compiles kernels of `call` that are not loaded yet; returns how many, and how many Triton had not cached."""
     from ..kernels.precompile import collect, compile_all
 
     with collect() as requests:

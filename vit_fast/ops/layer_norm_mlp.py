@@ -57,12 +57,12 @@ def layer_norm_mlp(
         backend: See `attention`. eager and sdpa are identical here. triton accumulates in fp32 and also supports fp32
             parameters with fp16 or bf16 x.
     Returns:
-        [..., C] in x.dtype. Under autocast, the output is fp32 for fp32 x with residual=True. Otherwise, the output
-        usually has the autocast dtype.
+        [..., C] in x.dtype. Under autocast, the output is fp32 for fp32 x with residual=True or an fp32 layer_scale.
+        Otherwise, triton returns the autocast dtype, and eager may promote that to fp32.
     Raises:
         ValueError: shapes do not match, or the activation, norm or backend is unknown.
         UnsupportedInputError: triton cannot run this input. The message lists all reasons.
-    Source: section 3.1 of arXiv 2010.11929. `kernels/linear/folding.py` derives the folding of LayerNorm into fc1.
+    Source: section 3.1 of arXiv 2010.11929. triton folds the norm into the weight of fc1 (`kernels/linear/folding.py`).
     """
     check_tensors(x=x, fc1_weight=fc1_weight, fc2_weight=fc2_weight)
     check_choice("activation", activation, tuple(reference.ACTIVATIONS))
@@ -98,7 +98,7 @@ def layer_norm_mlp(
 
 
 class LayerNormMLP(nn.Module):
-    """Computes [x +] gamma * fc2(act(fc1(norm(x)))) with `layer_norm_mlp`. As in timm, `gamma` is LayerScale.
+    """Computes [x +] gamma * fc2(act(fc1(norm(x)))) with `layer_norm_mlp`. `gamma` is LayerScale, not the norm's gamma.
 
     Args:
         dim: Width C of the tokens.

@@ -36,7 +36,7 @@ def normalize(x: Tensor, norm: Norm) -> Tensor:
 
 
 def qk_norm_rope(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tensor:
-    """Normalizes and rotates q and k of qkv [B, N, 3, H, D]; cos and sin: [B or 1, H or 1, N - prefix, D/2]."""
+    """Normalizes and rotates q and k of qkv [B, N, 3, H, D]; rope's tables are [B or 1, H or 1, N - prefix, D/2]."""
     qk, v = qkv[:, :, :2], qkv[:, :, 2:]
     if qk_norm is not None:
         start = -1 if qk_norm.over == "head" else -2
@@ -84,7 +84,7 @@ def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
     """
     value = (x.double() / scale.double()).clamp(-E4M3_MAX, E4M3_MAX)
-    exponent = torch.frexp(value).exponent.clamp(min=-5)  # |value| < 2^exponent
+    exponent = torch.frexp(value).exponent.clamp(min=-5)  # e + 1, with |value| < 2^(e + 1)
     step = torch.ldexp(torch.ones_like(value), exponent - 4)
     return (value / step).round() * step
 
@@ -92,10 +92,10 @@ def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
 def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantizes a weight [F, K] to e4m3; returns the values as fp64 [F, K], and one scale per row, fp32 [F].
 
-    The weight is first multiplied by norm_weight [K], which is gamma of the norm before the layer, and by `scale` ([K]
-    or []), which divides the layer's input. `kernels/linear/folding.py` subtracts the mean of each row, but this
-    function does not: large ViTs multiply very large channels by small weights, whose rounding errors would increase.
-    A row with a scale below 2^-100 becomes 0 with scale 1, because the kernels divide the bias by the scale.
+    The weight is first multiplied by norm_weight [K], the gamma of the norm before the layer, and by `scale` ([K] or
+    []), because the layer's input is divided by `scale`. `kernels/linear/folding.py` also subtracts the mean of each
+    row. Here, this would increase the rounding errors of the small weights of very large channels in large ViTs. If a
+    row scale would be below 2^-100, the row becomes 0 with scale 1: bias / scale in the kernels could overflow.
     """
     folded = weight.double() if norm_weight is None else weight.double() * norm_weight.double()
     folded = folded * scale.double()
@@ -110,7 +110,7 @@ def fp8_linear(
     """Computes a linear layer, optionally after a norm, in x.dtype; rounds input and weight to e4m3.
 
     `scale` ([K] or []) divides x before rounding. If `scale` is None, nothing is rounded. Otherwise, the norm reads the
-    rounded input, but mean and variance are those of the unrounded x. The LayerNorm of a constant token is norm.bias.
+    rounded input, but mean and variance are those of the unrounded x. If the variance is 0, the norm returns its bias.
     """
     dtype = x.dtype
     bias = None if bias is None else bias.to(dtype)
@@ -137,7 +137,7 @@ def fp8_block(
     eps: tuple[float, float] = (1e-6, 1e-6), norm: str = "layer_norm", activation: str = "gelu",
     qk_norm: QkNorm | None = None, rope: Rope | None = None, linear: Callable[..., Tensor] = fp8_linear,
 ) -> Tensor:  # fmt: skip
-    """Computes `fused_block` in FP8 from the unquantized `tensors`. With fp64 x, the output is the reference.
+    """Computes `fused_block` in FP8 from the unquantized `tensors`. With fp64 x, this is the reference for the kernels.
 
     `linear` is called for qkv, proj, fc1, the gate (if any) and fc2, in this order.
     """
