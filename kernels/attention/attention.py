@@ -1,7 +1,7 @@
 """Fused softmax attention, forward and backward: the functions that the operators call.
 
-Inputs are fixed, packed or masked (see attention_tiles.py). Tensors [B, H, N, D] have last stride 1 and arbitrary other
-strides. For example, q, k and v may be views of the output of the qkv layer.
+Inputs are packed (with `sequences`), masked (with `key_mask`) or fixed (with neither); see attention_tiles.py. Tensors
+[B, H, N, D] have last stride 1 and arbitrary other strides, e.g. q, k and v may be views of the qkv layer's output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def problem_of(
 ) -> Problem:  # fmt: skip
     """Returns the input of the launch policy for a call with these tensors.
 
-    For packed inputs, n_q and n_kv are the mean sequence length, but at most `longest`.
+    For packed inputs, n_q = n_kv is the mean sequence length. `longest` limits it: rows may follow the last sequence.
     """
     (batch, heads, n_q, head_dim), n_kv, form = q.shape, k.shape[2], "fixed" if key_mask is None else "masked"
     if sequences is not None:
@@ -40,13 +40,13 @@ def attention_forward(
     o_scale: torch.Tensor | None = None, sequences: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
     longest: int = 0,
 ) -> None:  # fmt: skip
-    """Computes o = softmax(scale q k^T) v [* o_scale], and the log-sum-exp of scale q k^T per query.
+    """Computes o = softmax(scale q k^T) v [* o_scale], and `lse` for the backward.
 
     Args:
         q: Queries [B, H, N_q, D], D from 16 to 128; fp32, fp16 or bf16; last stride 1. B is 1 for packed inputs.
         k, v: Keys and values [B, H, N_kv, D], N_kv at least 1.
         o: Output [B, H, N_q, D] in q's dtype, or in e4m3 with o_scale; last stride 1.
-        lse: Output: log-sum-exp in base 2, fp32 [B, H, N_q], contiguous; inf for a query without keys.
+        lse: Output: log2(sum(exp(scale q k^T))) per query, fp32 [B, H, N_q], contiguous; +inf for a query without keys.
         scale: Multiplier of q k^T; positive and finite.
         o_scale: Reciprocal scale of o in e4m3, fp32 [1]; None otherwise.
         sequences: cu_seqlens of packed inputs: int32 [S + 1], contiguous, on the device.

@@ -9,9 +9,9 @@ Two kernels avoid atomics: a single program sums each gradient element in a fixe
 - dq: one program per query tile computes delta, then dq in a loop over key tiles.
 - dkdv: one program per key tile computes dk and dv in a loop over query tiles.
 
-Both kernels mask tiles like the looped forward kernel (attention_forward.py), with at most one tile after the full
-tiles. For queries past the end, lse is read as +inf, so that p is 0. With TF32, fp32 tiles wider than 64 columns would
-spill, so the matmuls of such tiles use input precision "ieee".
+Without packed sequences and key mask, full tiles need no mask, and at most one tile covers the rest. For queries past
+the end, lse is read as +inf, so that p is 0. With TF32, fp32 tiles wider than 64 columns would spill. Therefore, the
+matmuls of such tiles use input precision "ieee".
 
 Source: FlashAttention-2, arXiv 2307.08691.
 """
@@ -45,7 +45,7 @@ def _dq_step(
     k, v, start, n_kv, queries, dq,
     KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Adds the contribution of keys start .. start + KEYS to dq / scale of a query tile."""
+    """Adds the contribution of keys start .. start + KEYS to dq of a query tile, before dq is multiplied by scale."""
     qt, dot, lse, delta, key_mask, qk_scale = queries
     PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
     kt = load_tile(k, start, n_kv, KEYS, FORM, TMA, MASKED)
@@ -73,7 +73,7 @@ def _query_tile(
     rows = start + tl.arange(0, ROWS)
     row_offset += rows
     tl.store(delta_ptr + row_offset, delta, mask=rows < n_q)
-    # reload do and delta: otherwise, do would stay in registers in the layout of the reduction, and spill
+    # reload do and delta after a barrier: otherwise, do would stay in registers in the reduction's layout, and spill
     tl.debug_barrier()
     delta = tl.load(delta_ptr + row_offset, mask=rows < n_q, other=0.0)
     qt = load_tile(queries, start, n_q, ROWS, FORM, TMA, True)
@@ -84,7 +84,7 @@ def _query_tile(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_bwd_dq_kernel(
-    # pointers to, or descriptors of, blocks LO and HI (_hi; attention_tiles.py); _a: full key tiles, _b: other tiles
+    # x, x_hi: pointers to x, or TMA descriptors of its LO and HI blocks (attention_tiles.py). _a: full tiles, _b: other
     q, q_hi, do, do_hi, o, o_hi, dq, dq_hi, k_a, k_a_hi, k_b, k_b_hi, v_a, v_a_hi, v_b, v_b_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # output: fp32 [B, H, N_q], contiguous
@@ -131,7 +131,7 @@ def _dkdv_step(
     q, do, start, n_q, keys, gradients,
     QUERIES: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Adds the contribution of queries start .. start + QUERIES to dk / scale and dv of a key tile."""
+    """Adds the contribution of queries start .. start + QUERIES to dv and dk (before scaling) of a key tile."""
     kt, vt, lse_ptr, delta_ptr, row_offset, qk_scale = keys
     dk, dv = gradients
     PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
@@ -153,7 +153,7 @@ def _dkdv_step(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_bwd_dkdv_kernel(
-    # pointers to, or descriptors of, blocks LO and HI (_hi; attention_tiles.py); _a: full query tiles, _b: other tiles
+    # x, x_hi: pointers to x, or TMA descriptors of its LO and HI blocks (attention_tiles.py). _a: full tiles, _b: other
     q_a, q_a_hi, do_a, do_a_hi, q_b, q_b_hi, do_b, do_b_hi, k, k_hi, v, v_hi, dk, dk_hi, dv, dv_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # fp32 [B, H, N_q], contiguous
@@ -195,7 +195,7 @@ def _attention_bwd_dkdv_kernel(
         begin, full_end, q_end, BLOCK_M, FORM, TMA, STAGES, FIXED, FULL, TAIL_B, MASKED,
     )  # fmt: skip
     if key_mask is not None:
-        # the loop also accumulates values for masked keys, whose gradients are 0
+        # the loop also accumulated gradients of masked keys; these gradients must be 0
         here = real_keys(key_mask, start, end, BLOCK_N)[:, None]
         dkt = chosen(dkt, here)
         dvt = chosen(dvt, here)

@@ -6,8 +6,8 @@ Two kernels:
   it never rescales the output.
 - looped: a loop over tiles of BLOCK_N keys with an online softmax.
 
-With fixed inputs, full tiles of the looped kernel need no mask. At most two power-of-two tiles cover the remaining
-keys, and only the last tile may need a mask. For packed and masked inputs, see `over_tiles` (attention_tiles.py).
+Without packed sequences and key mask, full tiles of the looped kernel need no mask. At most two power-of-two tiles
+cover the other keys, and only the last tile may need a mask. For other inputs, see `over_tiles` (attention_tiles.py).
 
 Both kernels store lse = log2(sum 2^(scale log2(e) q k^T)) for the backward. The factor scale log2(e) multiplies the
 fp32 scores, because multiplying q would round q again.
@@ -40,8 +40,8 @@ from .attention_tiles import (
     zero_tile,
 )
 
-# Up to LENGTH_CLASS consecutive lengths share one compiled row kernel. With 8, three programs for 197 keys fit on a
-# multiprocessor of sm_90; with 16, only two.
+# Up to LENGTH_CLASS consecutive values of n_kv share one compiled row kernel, which compares LENGTH_CLASS columns with
+# n_kv. With 8, three programs for 197 keys fit on a multiprocessor of sm_90; with 16, only two.
 LENGTH_CLASS = tl.constexpr(8)
 
 
@@ -59,7 +59,7 @@ def _store_output(target, acc, inverse, o_scale_ptr, start, n_q, ROWS: tl.conste
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_fwd_row_kernel(
-    # pointers to, or descriptors of, blocks LO and HI (_hi; attention_tiles.py); _a, _b, _c: key tiles of three sizes
+    # x, x_hi: pointers to x, or TMA descriptors of its LO and HI blocks (attention_tiles.py). _a, _b, _c: 3 tile sizes
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None
@@ -134,7 +134,7 @@ def _online_step(
 ):  # fmt: skip
     """Adds keys start .. start + KEYS to the running maximum, sum and output of a query tile.
 
-    With `key_mask`, all keys so far may be masked; the running maximum is then -inf.
+    With `key_mask`, all keys so far may be masked. The running maximum is then -inf; `shift` is 0 to avoid -inf - -inf.
     """
     qt, key_mask, qk_scale = queries
     row_max, total, acc = state
@@ -157,7 +157,7 @@ def _online_step(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_fwd_looped_kernel(
-    # pointers to, or descriptors of, blocks LO and HI (_hi; attention_tiles.py); _a, _b, _c: key tiles of three sizes
+    # x, x_hi: pointers to x, or TMA descriptors of its LO and HI blocks (attention_tiles.py). _a, _b, _c: 3 tile sizes
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None

@@ -13,7 +13,7 @@ from ..launch import Launch, ceil_div
 from .attention_policy import BackwardConfig, ForwardConfig, cover, split_head_dim
 
 LOG2_E = 1.4426950408889634
-# Integers on which Triton must not specialize: sizes and strides. The constant ALIGN contains the strides' alignment.
+# Sizes and strides: Triton must not specialize on them. The constant ALIGN shows the compiler the strides' alignment.
 UNSPECIALIZED = ["n_sequences", "n_heads", "n_q", "n_kv", "key_mask_stride_b"] + [
     f"{name}_stride_{axis}" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bhn"
 ]
@@ -25,7 +25,7 @@ _MAX_TILE_ROWS = 256
 def access_of(*tensors: torch.Tensor) -> str:
     """Returns the fastest access that the layout of these tensors [B, H, N, D] allows (see `Problem.access`).
 
-    For "vector", rows of outputs in e4m3 may be aligned to 8 instead of 16 bytes, e.g. with 72 channels.
+    For "vector", rows of outputs in e4m3 may be aligned to 8 instead of 16 bytes, e.g. with head_dim 72.
     """
     if all(map(tma_allows, tensors)):
         return "tma"
@@ -78,7 +78,7 @@ def looped_launch(
     config: ForwardConfig | BackwardConfig, args: Mapping[str, Any], sequences: torch.Tensor | None,
     key_mask: torch.Tensor | None, tails: int = 1, constants: Mapping[str, Any] | None = None,
 ) -> Launch:  # fmt: skip
-    """Returns the launch of a kernel that loops over full tiles of `streamed`. At most `tails` tiles cover the rest."""
+    """Returns a `tiled_launch` with a loop over full tiles of `streamed`, then at most `tails` tiles for the rest."""
     block, step = (config.block_m, config.block_n) if "q" in own else (config.block_n, config.block_m)
     length, fixed = next(iter(streamed.values())).shape[2], sequences is None and key_mask is None
     rest = length % step if fixed else 0
@@ -102,7 +102,7 @@ def tiled_launch(
     pieces: Sequence[int], tiles: int, config: ForwardConfig | BackwardConfig, args: dict[str, Any],
     constants: Mapping[str, Any], fixed: bool = True, sequences: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
-    """Returns the launch of an attention kernel. A program processes tiles of `own`, and reads tiles of `streamed`.
+    """Returns the launch of a kernel that processes tiles of `own` (e.g. q, o) with all rows of `streamed` (e.g. k, v).
 
     `block`: rows per tile of `own`. `pieces`: rows per tile of `streamed`, for the arguments with suffix _a, _b and _c.
     `tiles`: programs per head; ignored for packed inputs (`sequences`).

@@ -66,7 +66,7 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 def cover(length: int, largest: int, pieces: int) -> tuple[int, ...]:
     """Covers `length` by at most `pieces` non-increasing powers of two from 16 to `largest`, with the least excess.
 
-    Only the last piece may extend past the length: 197 -> (128, 64, 16). Returns () if the pieces are too small.
+    Only the last piece may extend past the length: 197 -> (128, 64, 16). Returns () for length 0 or if no cover exists.
     """
     if length <= 0:
         return ()
@@ -81,7 +81,7 @@ class Problem:
     """Input of the launch policy.
 
     `access` is the fastest access that the layout of all tensors allows: "tma" (descriptors), "vector" (aligned 16-byte
-    loads, e.g. if a stride is 0), or "scalar" (unaligned rows).
+    loads) or "scalar" (unaligned rows).
     """
 
     arch: str
@@ -217,7 +217,7 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         # tiles of 128 queries spill
         return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=2)
     if generation == "ampere" and width == 48 and problem.arch != "sm_80":
-        # with 168 registers per thread, 3 programs of 4 warps fit, but only one of 8 warps; maxnreg=128 causes spills
+        # with 168 registers per thread, 3 programs of 4 warps fit, but only one of 8; two need maxnreg=128, and spill
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if generation == "ampere":
         # without maxnreg, ptxas uses 170 registers for 48 columns, and only one program fits per multiprocessor

@@ -1,4 +1,4 @@
-"""Device helpers of the attention kernels: the rows of a program; loads, stores and matmuls of tiles of one head.
+"""Device functions of the attention kernels. They find a program's rows, and load, store and multiply tiles of a head.
 
 Inputs come in three forms:
 
@@ -9,7 +9,7 @@ Inputs come in three forms:
   key. The output of a query without keys is 0, as in torch's scaled_dot_product_attention.
 
 A program processes tiles of BLOCK rows. For packed inputs, `sequences` is on the device, so the host does not know the
-number of tiles. It launches total // BLOCK + S + 1 programs per head, called slots, with at most one tile each. The
+number of tiles. The host launches an upper bound per head: total // BLOCK + S + 1 slots (programs of one tile). The
 slots of sequence i start at sequences[i] // BLOCK + i; superfluous slots do nothing. Each program searches `sequences`
 for the sequence of its slot.
 
@@ -36,7 +36,7 @@ _KEYS_AT_ONCE = tl.constexpr(1024)
 
 @triton.jit
 def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
-    """Counts the sequences in `index`, where `inside` is True, whose first slot is at or before `slot`."""
+    """Counts the sequences whose first slot is at most `slot`, among sequences `index` where `inside` is True."""
     first = tl.load(sequences + index, mask=inside, other=0) // BLOCK + index
     return tl.sum((inside & (first <= slot)).to(tl.int32), 0)
 
@@ -45,7 +45,7 @@ def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
 def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
     """Returns (start, begin, end, others_end) of a slot: first row of the tile, begin and end of the sequence.
 
-    The loop over keys or queries ends at `others_end`: `end`, or `begin` for slots after the last sequence.
+    Query tiles loop over keys begin .. others_end, key tiles over queries; after the last sequence, over nothing.
     """
     stride = tl.cdiv(n_sequences + 1, _WAYS)
     index = tl.arange(0, _WAYS) * stride
@@ -228,7 +228,7 @@ def dot_transposed(a, b, PRECISION: tl.constexpr = _TF32):
 
 @triton.jit
 def dot_add(weights, tile, acc, PRECISION: tl.constexpr = _TF32):
-    """Returns acc + weights @ tile, with `weights` rounded to the dtype of `tile`; blocks of `acc` may be None."""
+    """Returns acc + weights @ tile, with `weights` rounded to the dtype of `tile`; blocks of `acc` may be None (0)."""
     weights = weights.to(tile[0].dtype)
     lo = tl.dot(weights, tile[0], acc[0], input_precision=PRECISION)
     if len(tile) > 1:
@@ -246,12 +246,12 @@ def over_tiles(
     """Calls `step` for each tile of rows begin .. end of two streamed tensors; returns the final `state`.
 
     For fixed inputs, a tile of TAIL rows (none if 0) follows the full tiles. For packed and masked inputs with TMA, the
-    last, partial tile is loaded through masked pointers. A TMA box could extend past `end` into the next sequence,
-    which may contain NaN. Without TMA, one loop masks all tiles of packed and masked inputs, as two loops would spill.
+    last, partial tile is loaded through masked pointers. TMA would also load rows past `end`. A NaN in such rows
+    would spread, as 0 * NaN = NaN. Without TMA, one loop masks all tiles of these inputs, as two loops would spill.
 
     Args:
         step: Function (first, second, start, end, shared, state, ROWS, FORM, TMA, MASKED, FIRST) that returns the new
-            state. FIRST: `state` is the initial state.
+            state. FIRST: True only if `state` is the initial state.
         first, second: Sources of full tiles.
         last_first, last_second: Sources of the last tile, or of all tiles if one loop masks all tiles.
     """
