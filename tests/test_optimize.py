@@ -325,7 +325,7 @@ def test_changing_the_model_does_not_change_the_result(choice, model, images, on
 def test_a_result_can_only_be_called(choice: Candidate, model, images) -> None:
     with torch.no_grad():
         result = build(choice, model, images, model(images), ())
-    with pytest.raises(AttributeError, match="has no parameters: change the original model"):
+    with pytest.raises(AttributeError, match="has no attribute 'parameters': to change the model"):
         result.parameters()
     with pytest.raises(AttributeError, match="head"):
         result.head = nn.Linear(32, 3)
