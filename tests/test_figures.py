@@ -47,7 +47,7 @@ def test_activations_of_each_library(name: str, prefix: int) -> None:
     model = SUBJECTS[name].build().eval()
     (images,) = SUBJECTS[name].inputs().values()
     activations = figures.record_activations(model, images)
-    assert activations.prefix == prefix
+    assert activations.prefix == prefix and activations.has_class_token == (prefix > 0)
     assert {weights.shape[-1] for weights in activations.attention} == {prefix + np.prod(activations.grid)}
     for weights in activations.attention:
         torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
@@ -66,7 +66,7 @@ def test_rollout_distance_and_components_by_hand() -> None:
     """Of two patches, the class token attends to the second one, and each patch to itself or to the other."""
     itself, other = torch.eye(3), torch.eye(3)[[0, 2, 1]]
     itself[0] = other[0] = torch.tensor([0.0, 0.0, 1.0])
-    activations = Activations((1, 2), 1, (torch.stack([itself, other])[None],), torch.zeros(1, 1, 2, 4))
+    activations = Activations((1, 2), 1, (torch.stack([itself, other])[None],), torch.zeros(1, 1, 2, 4), True)
     torch.testing.assert_close(activations.distances((16.0, 16.0)), torch.tensor([[0.0, 16.0]]))
     expected = torch.tensor([[0.0, 0.5], [0.75, 0.25], [0.25, 0.75]])
     torch.testing.assert_close(activations.rollout()[0], expected)

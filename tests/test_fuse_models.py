@@ -300,10 +300,11 @@ def test_tracers_copies_and_another_fuse() -> None:
 @pytest.mark.parametrize(
     ("model", "normalize", "message"),
     [
-        (None, ((0.5,) * 3, (0.5, 0.5)), "one number per channel"),
+        (None, ((0.5,) * 3, (0.5, 0.5)), "number per channel"),
         (None, ((0.5,) * 3, (0.5, 0.5, 0.0)), "and std > 0"),
-        (None, (0.5, 0.5), "one number per channel"),
-        (None, "imagenet", "one number per channel"),
+        (None, ((0.5, 0.5, float("nan")), (0.5,) * 3), "one finite number per channel"),
+        (None, (0.5, 0.5), "number per channel"),
+        (None, "imagenet", "number per channel"),
         (None, ((0.5,), (0.5,)), "mean and std must have 3 numbers, one per input channel, got 1"),
         (nn.Linear(3, 3), (MEAN, STD), "must have a torch.nn.Conv2d as patch embedding, got none"),
         (nn.Conv2d(3, 8, 3, padding=1), (MEAN, STD), r"padding must be 0, got \(1, 1\)"),

@@ -167,7 +167,7 @@ def test_killed_readers_are_replaced_unless_they_always_die(
 
 def test_errors(model: Any, folder: Path, out: Path, monkeypatch: Any, capsys: Any) -> None:
     weights, mine, files = save(model, out.with_name("m.safetensors")), out.with_name("mine"), find_images([folder])
-    with pytest.raises(ValueError, match="must be given once, got duplicates"):
+    with pytest.raises(ValueError, match=r"must be given once, got .*00\.png more than once"):
         predict_to_parquet(model, [*files, files[0]], out, class_names=model.class_names)
     with pytest.raises(IsADirectoryError, match="got a folder"):
         _predict(model, folder, folder)

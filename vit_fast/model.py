@@ -111,6 +111,9 @@ class VisionTransformer(nn.Module):
         check_type("class_names", class_names, Iterable, type(None))
         self.config, self.data_config = config, data_config or DataConfig()
         self.class_names = None if class_names is None else tuple(class_names)
+        if self.class_names is not None and len(self.class_names) != config.num_classes:
+            got = f"got {len(self.class_names)} names for num_classes={config.num_classes}"
+            raise ValueError(f"class_names must contain one name per class, {got}")
         self.num_classes, self.num_prefix_tokens = config.num_classes, config.num_prefix_tokens
         self.embed_dim = self.num_features = C = config.embed_dim
         self.distilled_training = self.grad_checkpointing = False

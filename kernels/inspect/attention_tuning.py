@@ -79,9 +79,9 @@ def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, flo
             pairs = zip(task.outputs, expected)
             if all(torch.allclose(*pair, atol=_TOLERANCE, rtol=_TOLERANCE) for pair in pairs):
                 times[config] = measure(task.launch(config))
-        except Exception:  # e.g. a compiler error, or too much shared memory
+        except Exception as error:  # e.g. a compiler error, or too much shared memory
             if not expected:
-                raise RuntimeError(f"the default configuration of {task.kernel} does not run: {config}") from None
+                raise RuntimeError(f"the default configuration of {task.kernel} does not run: {config}") from error
     return min(times.items(), key=lambda item: item[1])
 
 

@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +88,8 @@ def predict_to_parquet(
     if importlib.util.find_spec("pyarrow") is None:
         raise MissingPackageError("pyarrow not installed: pip install 'vit-fast[predict]'")
     check_choice("engine", engine, ENGINES)
-    if len(set(files)) < len(files):
-        raise ValueError("each image must be given once, got duplicates")
+    if twice := next((file for file, count in Counter(files).items() if count > 1), None):
+        raise ValueError(f"each image must be given once, got {twice} more than once")
     check_replaceable(out)
     import pyarrow as pa
     import pyarrow.parquet as pq

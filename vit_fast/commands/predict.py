@@ -79,10 +79,7 @@ def predict(
         resumed = f", {done.resumed} of them from an earlier run" if done.resumed else ""
         typer.echo(f"wrote {out}: {done.images} images{resumed}, {len(done.bad)} unreadable")
         return
-    if weights.endswith(".onnx") and model is not None:
-        raise ValueError(f"--model {model} cannot be combined with an ONNX file")
-    if data_config is not None and not weights.endswith(".onnx"):
-        raise ValueError(f"--data-config requires an ONNX file, got --weights {weights}")
+    _check_options([weights], model, backend, data_config)
     known, rows = _classify(files, weights, model, backend, device, data_config)
     results = []
     for file, probabilities in zip(files, rows):
@@ -94,6 +91,15 @@ def predict(
             typer.echo("\n".join([str(file), *(f"  {row['probability']:7.2%}  {row['class']}" for row in top)]))
     if as_json:
         typer.echo(json.dumps(results, indent=2))
+
+
+def _check_options(requested: Sequence[str], model: str | None, backend: str, data_config: Path | None) -> None:
+    got = " and ".join(requested)
+    if data_config is not None and not any(name.endswith(".onnx") for name in requested):
+        raise ValueError(f"--data-config requires an ONNX file, got {got}")
+    for name, value in (("--model", model), ("--backend", None if backend == "auto" else backend)):
+        if value is not None and all(name.endswith(".onnx") for name in requested):
+            raise ValueError(f"{name} {value} requires PyTorch weights, got {got}")
 
 
 def _classify(
@@ -166,8 +172,7 @@ def evaluate(
     if confusion is not None:
         check_replaceable(confusion)
     requested = [weights] if against is None else [weights, against]
-    if data_config is not None and not any(name.endswith(".onnx") for name in requested):
-        raise ValueError(f"--data-config requires an ONNX file, got {' and '.join(requested)}")
+    _check_options(requested, model, backend, data_config)
     names: Sequence[str] | None = None if classes is None else read_class_names(classes)
     files = [file for file, _ in ImageFolder(folder).files]
     evaluations: list[Evaluation] = []

@@ -45,6 +45,7 @@ __all__ = [
 
 # Largest number of class, distillation and register tokens.
 MOST_PREFIX_TOKENS = 16
+_CLASS_TOKENS = {"cls_token", "class_token", "class_embedding"}  # names of parameters
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Activations:
     prefix: int  # number of tokens before the patches
     attention: tuple[Tensor, ...]  # weights [B, H, N, N] per block; row i contains the weights of query token i
     features: Tensor  # patch features after the last block and norm, [B, rows, columns, C]
+    has_class_token: bool  # the first of the tokens before the patches is a class token
 
     def rollout(self) -> Tensor:
         """Returns attention rollout: the contribution of each patch to each token after all blocks, [B, N, patches]."""
@@ -146,7 +148,8 @@ def record_activations(model: nn.Module, images: Tensor) -> Activations:
     if tokens is None:  # a packed batch [1, B * N, C]
         tokens = seen.tokens[len(images) * count, width].unflatten(1, (len(images), count))[0]
     features = tokens[:, prefix:].float().cpu().unflatten(1, (rows, columns))
-    return Activations((rows, columns), prefix, weights, features)
+    names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    return Activations((rows, columns), prefix, weights, features, not names.isdisjoint(_CLASS_TOKENS))
 
 
 def open_image(
@@ -272,7 +275,7 @@ def attention(
         for block in blocks
         for head in heads
     }
-    title = "attention of the class token" if activations.prefix else "mean attention of all patches"
+    title = "attention of the class token" if activations.has_class_token else "mean attention of all patches"
     return _drawn(title, maps, len(heads), over=image)
 
 
@@ -326,7 +329,8 @@ def _recorded(model: nn.Module, image: GivenImage) -> tuple[ModelImage, Activati
 
 def _of_class_token(values: Tensor, activations: Activations) -> Tensor:
     """Returns the class token's row of values [tokens, patches], or the mean over all patches, on the patch grid."""
-    return (values[0] if activations.prefix else values.mean(0)).reshape(activations.grid)
+    row = values[0] if activations.has_class_token else values[activations.prefix :].mean(0)
+    return row.reshape(activations.grid)
 
 
 def _drawn(

@@ -100,6 +100,8 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
         for batch in batches:
             try:
                 copied(batch)
+            except torch.OutOfMemoryError:
+                raise
             except (RuntimeError, ValueError, TypeError) as error:
                 what = f"a batch of shape {tuple(batch.shape)}, {batch.dtype}"
                 raise ValueError(f"images must be inputs of the model, got {what}: {error}") from error

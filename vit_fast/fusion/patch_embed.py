@@ -8,6 +8,7 @@ numbers. Every forward computes W' and b' from the Parameters in fp32, so that g
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def check_normalize(normalize: Any) -> tuple[tuple[float, ...], tuple[float, ...
         mean, std = (tuple(map(float, values)) for values in normalize)
     except (TypeError, ValueError):
         mean, std = (), ()
-    if len(mean) != len(std) or not mean or min(std) <= 0:
-        requirement = "normalize must be (mean, std), two tuples with one number per channel, and std > 0"
+    if len(mean) != len(std) or not mean or min(std) <= 0 or not all(map(math.isfinite, mean + std)):
+        requirement = "normalize must be (mean, std), two tuples with one finite number per channel, and std > 0"
         raise ValueError(f"{requirement}, got {normalize!r}")
     return mean, std

@@ -96,7 +96,7 @@ def optimize(
     model: nn.Module | str | Path,
     example: Any,
     *,
-    budget_s: float = 120,
+    budget_s: float = 100,
     lossless: bool = True,
     min_agreement: float = 0.99,
     calibration: Sequence[str | Path] | None = None,
