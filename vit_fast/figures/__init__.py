@@ -45,7 +45,6 @@ __all__ = [
 
 # Largest number of class, distillation and register tokens.
 MOST_PREFIX_TOKENS = 16
-_CLASS_TOKENS = {"cls_token", "class_token", "class_embedding"}  # names of parameters
 
 
 @dataclass(frozen=True)
@@ -148,8 +147,8 @@ def record_activations(model: nn.Module, images: Tensor) -> Activations:
     if tokens is None:  # a packed batch [1, B * N, C]
         tokens = seen.tokens[len(images) * count, width].unflatten(1, (len(images), count))[0]
     features = tokens[:, prefix:].float().cpu().unflatten(1, (rows, columns))
-    names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
-    return Activations((rows, columns), prefix, weights, features, not names.isdisjoint(_CLASS_TOKENS))
+    found = any(name.endswith(("cls_token", "class_token", "class_embedding")) for name, _ in model.named_parameters())
+    return Activations((rows, columns), prefix, weights, features, found)
 
 
 def open_image(
@@ -230,14 +229,12 @@ def filters(model: nn.Module, count: int = 28) -> Figure:
     """
     check_integer("count", count, 1)
     check_type("model", model, nn.Module)
-    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    weight = next(
-        (module.weight.detach().float().cpu() for module in convolutions if module.in_channels in (1, 3)), None
-    )
+    convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
+    weight = next((module.weight for module in convolutions if module.in_channels in (1, 3)), None)
     if weight is None:
         reason = "the model must have a convolution with 1 or 3 input channels, got none"
         raise UnsupportedInputError(f"filters of a {type(model).__name__}", [reason])
-    found, _ = components(weight.flatten(1), count)
+    found, _ = components(weight.detach().float().cpu().flatten(1), count)
     shown = found.unflatten(1, weight.shape[1:]).permute(0, 2, 3, 1)
     columns = min(7, len(shown))
     rows = math.ceil(len(shown) / columns)
@@ -327,10 +324,9 @@ def _recorded(model: nn.Module, image: GivenImage) -> tuple[ModelImage, Activati
     return image, record_activations(model, image.images)
 
 
-def _of_class_token(values: Tensor, activations: Activations) -> Tensor:
+def _of_class_token(values: Tensor, of: Activations) -> Tensor:
     """Returns the class token's row of values [tokens, patches], or the mean over all patches, on the patch grid."""
-    row = values[0] if activations.has_class_token else values[activations.prefix :].mean(0)
-    return row.reshape(activations.grid)
+    return (values[:1] if of.has_class_token else values[of.prefix :]).mean(0).reshape(of.grid)
 
 
 def _drawn(
