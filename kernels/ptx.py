@@ -1,10 +1,10 @@
 """PTX instructions for the kernels. In Triton's interpreter, they are skipped or replaced.
 
 Programmatic dependent launch: a kernel with the constant DEPENDENT may start before the previous kernel in the stream
-has ended. The overlap hides launch and weight loads, which take long with small batches. A kernel first only computes
-addresses and prefetches weights into L2; an earlier kernel may still write the weights, because L2 is coherent. Then,
-`wait_for_previous` waits until the previous kernel has ended, and allows the next to start. The previous kernel waited
-likewise before this one could start. Therefore, all earlier kernels have ended when `wait_for_previous` returns.
+has ended. With small batches, this hides the time to launch a kernel and to load its weights. A kernel first computes
+only addresses, and prefetches weights into L2. A prefetch returns no values, so an earlier kernel may still write the
+weights. Then, `wait_for_previous` waits until the previous kernel has ended, and allows the next kernel to start. The
+previous kernel waited likewise, so all earlier kernels have ended when `wait_for_previous` returns.
 
 FP8 (e4m3: 4 exponent bits, 3 mantissa bits): an FP8 linear layer reads x8 = e4m3(x / scale). The kernel that computes x
 or its LayerNorm statistics also writes x8. Instead of dividing, kernels multiply by the reciprocal of the scale, named
