@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 from bench_support import NoisyClock
 
-from vit_fast.measure.search import SCOUTING_CALLS, Found, OutOfTime, Refused, search
+from vit_fast.measure.search import SCOUTING_CALLS, Found, OutOfTime, Refused, Trial, _Search, search
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,18 @@ def test_neither_something_slower_nor_something_less_simple_is_chosen() -> None:
         assert search(machine, ORIGINAL, slower, budget_s=60).chosen == ORIGINAL
         found = search(Machine(seed, noise=0.02), ORIGINAL, equal, budget_s=60)
         assert found.chosen.name == "plain" and "less simple" in reasons(found)["elaborate"]
+
+
+def test_a_simpler_candidate_that_does_not_beat_the_original_is_not_called_less_simple() -> None:
+    run = _Search(Machine(), ORIGINAL, 60, 0.5)
+    fast, simple = (
+        Trial(Simulated("fast", 80.0, changes=5), [80.0] * 8),
+        Trial(Simulated("simple", 92.0), [80.0, 100.0] * 4),
+    )
+    run.original.samples_ms, run.again, run.leader = [100.0] * 8, [80.0, 92.0] * 4, fast
+    run.running, run.trials = [run.original, fast, simple], [run.original, fast, simple]
+    assert run.conclude(False).chosen.name == "fast"
+    assert (run.original.reason, simple.reason) == ("1.25x slower", "not measurably faster")
 
 
 def test_variations_of_the_best_are_tried_and_slow_candidates_released_early() -> None:

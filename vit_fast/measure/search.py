@@ -179,7 +179,9 @@ class _Search:
         for trial in self.trials:
             if trial is not chosen and trial in self.running and trial.samples_ms:
                 behind = self._cost(trial) / self._cost(chosen)
-                trial.reason = f"{behind:.2f}x slower" if behind > needed else "equally fast, but less simple"
+                is_simpler = trial.candidate.changes <= chosen.candidate.changes
+                equal = "not measurably faster" if is_simpler else "equally fast, but less simple"
+                trial.reason = f"{behind:.2f}x slower" if behind > needed else equal
             elif trial is not chosen and trial.reason is None:
                 trial.reason = "interrupted"
         # the last candidate must be scouted within SCOUTING_SHARE
