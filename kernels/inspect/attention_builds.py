@@ -1,4 +1,4 @@
-"""Builds (`offline.Build`) of the attention kernels, for the cases that the launch policy distinguishes."""
+"""The builds (`offline.Build`: a kernel in one configuration) of the attention kernels, for the static checks."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from ..device import has_fp8, matrix_instruction
 from . import offline
 from .offline import Build
 
-# (tokens, head_dim) of ViT at 224 and 384 pixels, ViT-H, SigLIP So400m, and each other tile width.
+# (tokens, head_dim) of ViT at 224 and 384 pixels, ViT-H, SigLIP So400m, and of other tile widths (`Problem.width`).
 _HALF_SHAPES = (
     (197, 64), (256, 64), (577, 64), (197, 80), (257, 80), (256, 72), (729, 72),
     (197, 32), (197, 48), (577, 48), (577, 96), (577, 128),
 )  # fmt: skip
 _FP32_SHAPES = ((197, 64), (257, 80), (577, 128))
 _FP16_SHAPES = ((197, 64), (577, 64), (257, 80))
-# (mean length of packed sequences, head_dim) of images and windows of Qwen-VL, SigLIP 2, and each other tile width.
+# (mean length of packed sequences, head_dim) of images and windows of Qwen-VL, SigLIP 2, and of other tile widths.
 _PACKED_SHAPES = (
     (1024, 80), (64, 80), (1024, 64), (1024, 72), (1024, 128), (64, 128), (1024, 96), (1024, 48), (1024, 32),
 )  # fmt: skip
 _MASKED_SHAPES = ((256, 72), (1024, 64), (1024, 128))
 _E4M3_SHAPES = ((197, 64, "tma"), (577, 64, "tma"), (257, 80, "tma"), (729, 72, "vector"))
-# (tokens, head_dim, form) of core builds (`Build.core`), in bf16 with access "tma". _CORE_OF: further core builds.
+# (tokens, head_dim, `Problem.form`) of the core builds (`Build.core`), all in bf16 with `Problem.access` "tma".
 _CORE = {(197, 64, "fixed"), (1024, 80, "packed")}
-_CORE_OF = {
+_CORE_OF = {  # additional core builds of an architecture
     "sm_90": {(577, 64, "fixed"), (257, 80, "fixed"), (1024, 72, "packed"), (256, 72, "masked")},
-    "sm_120": {(577, 96, "fixed"), (577, 128, "fixed")},  # would spill with the tile sizes of sm_80
+    "sm_120": {(577, 96, "fixed"), (577, 128, "fixed")},  # with the tile sizes of sm_80, these builds would spill
 }
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "tf32"}
 _HEADS = 4
 
 
 def attention_builds(arch: str) -> Iterator[Build]:
-    """Yields builds that cover the kernels, shape classes, dtypes and accesses of the launch policy."""
+    """Yields builds for each access, form and dtype that `attention_policy.Problem` distinguishes."""
     for access in ("tma", "vector", "scalar"):
         for shape in _HALF_SHAPES:
             yield from _builds(arch, *shape, access)
@@ -59,7 +59,7 @@ def _builds(
     arch: str, tokens: int, head_dim: int, access: str = "tma", *, dtype: torch.dtype = torch.bfloat16,
     batch: int = 256, queries: int | None = None, form: str = "fixed",
 ) -> Iterator[Build]:  # fmt: skip
-    """Yields the builds of forward and backward, or only of the forward for form "to e4m3"."""
+    """Yields the builds of forward and backward. For form "to e4m3" (e4m3 output), yields only those of the forward."""
     q, k, v, o, do = _tensors(tokens, head_dim, access, dtype, batch, queries or tokens, form)
     lse, scale = torch.empty(q.shape[:3], dtype=torch.float32, device="meta"), head_dim**-0.5
     options: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def _builds(
     for launch in launches:
         needs: tuple[str, ...] = ()
         if dtype != torch.float32 and access != "scalar" and form != "to e4m3":
-            stores = ("tma_stores",) if form == "fixed" else ()  # of packed and masked inputs, stores do not use TMA
+            stores = ("tma_stores",) if form == "fixed" else ()  # with packed or masked inputs, only loads use TMA
             needs = (matrix_instruction(arch), *(("tma_loads", *stores) if launch.constants["TMA"] else ()))
         kernel = launch.kernel.__name__.strip("_").removesuffix("_kernel")
         case = f"{_NAMES[dtype]} {lengths} D{head_dim} B{batch} {access}{ending}"
@@ -93,7 +93,7 @@ def _tensors(
 ) -> list[torch.Tensor]:
     """Returns q, k, v, o and the gradient of o, each [B, H, N, D], for which the policy selects `access`.
 
-    For "vector", the batch stride of q, k and v is 0. For "scalar", their storage offset is one element.
+    For "vector", the batch stride of q, k and v is 0, which TMA forbids. For "scalar", q, k and v are unaligned.
     """
     shape = (1 if access == "vector" else batch, max(queries, tokens), 3, _HEADS, head_dim)
     flat = torch.empty(torch.Size(shape).numel() + 1, dtype=dtype, device="meta")

@@ -26,7 +26,7 @@ from ..launch import Launch
 
 Config = ForwardConfig | BackwardConfig
 
-# (batch, tokens, heads, head_dim) of ViTs. If shapes share an entry (`Problem.shape_class`), the last shape counts.
+# (batch, tokens, heads, head_dim) of ViTs. Of shapes with one `Problem.shape_class`, the table stores the last result.
 SHAPES = (
     (256, 197, 12, 64), (64, 577, 16, 64), (64, 256, 16, 80), (64, 257, 16, 80), (32, 256, 16, 72), (32, 729, 16, 72),
     (64, 197, 12, 32), (64, 577, 12, 128),
@@ -36,7 +36,7 @@ _TOLERANCE = 2e-2  # absolute and relative, for bf16 outputs of order one
 
 @dataclass(frozen=True)
 class Task:
-    """A kernel and a problem: default configuration, function that returns a launch, and output tensors."""
+    """A kernel to tune for a problem. `by_rule` is the default; `launch` returns the launch of a configuration."""
 
     kernel: str
     problem: Problem

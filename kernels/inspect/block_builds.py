@@ -1,4 +1,4 @@
-"""Builds (`offline.Build`) of the kernels of encoder blocks, in each configuration of matmul_policy.py.
+"""The builds (`offline.Build`) of the kernels of encoder blocks, with each configuration of matmul_policy.py.
 
 `_BLOCKS` and `_FP8_BLOCKS` list the blocks. The widths are from ViT-B/16, in FP8 from ViT-L/16. The numbers of images
 and tokens do not change a kernel.
@@ -39,7 +39,7 @@ _DTYPES = {
 
 _MLP, _ATTENTION = {"halves": ("mlp",)}, {"halves": ("attention",)}
 _HEADS72, _HEADS128 = {"head_dim": 72, "heads": 16}, {"head_dim": 128, "heads": 6}
-# (name, keys of `_DTYPES`, arguments of `_block`). "first": builds only the first configuration of each matmul.
+# (name, keys of `_DTYPES`, arguments of `_block`). "first" is no argument: it limits each matmul to one configuration.
 _BLOCKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("gelu", "bf16 fp32 autocast", {}),
     ("gelu alone", "fp16", {**_MLP, "first": True}),
@@ -62,8 +62,8 @@ _BLOCKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("rms_norm of 25x128", "bf16 fp32",
      {**_ATTENTION, "head_dim": 128, "heads": 25, "qk_norm": "rms_norm", "over": "width", "first": True}),
 )  # fmt: skip
-_CORE = ("bf16 gelu", "bf16 gelu, training", "fp8 gelu")  # calls with core builds
-_SPLIT = ("bf16 gelu", "fp32 gelu", "fp8 gelu")  # calls for which residual matmuls are split along K
+_CORE = ("bf16 gelu", "bf16 gelu, training", "fp8 gelu")  # names of calls with core builds (`Build.core`)
+_SPLIT = ("bf16 gelu", "fp32 gelu", "fp8 gelu")  # names of calls whose residual matmuls are also built with split-K
 _ALL = ("qkv", "proj", "fc1", "fc2")
 # Arguments of `_fp8_block` by name.
 _FP8_BLOCKS: dict[str, dict[str, Any]] = {
@@ -84,7 +84,7 @@ def _block(
     activation: str = "gelu", gated: bool = False, inner: bool = False, residual: bool = True, heads: int = 12,
     head_dim: int = 64, rope: str = "", tables: int = 1, qk_norm: str = "", over: str = "head",
 ) -> _Call:  # fmt: skip
-    """Returns a function that calls the operator, and its backward if `training`, on uninitialized tensors."""
+    """Returns a function that calls `fused_block`, and its backward if `training`, on uninitialized tensors."""
     inside = heads * head_dim
     shapes: dict[str, tuple[int, ...]] = {}
     if "attention" in halves:
@@ -169,7 +169,7 @@ def _calls(arch: str) -> Iterator[tuple[str, torch.dtype, bool, _Call]]:
 
 
 class _Configurations:
-    """Replaces the launch policy: each matmul gets entry `number` of its table, or the last entry of a shorter table.
+    """Replaces the launch policy: returns entry `number` of a matmul's table, or the last entry of a shorter table.
 
     `splits` adds configurations of split-K to the tables of matmuls that the policy may split along K.
     """

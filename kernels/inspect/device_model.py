@@ -47,7 +47,7 @@ def estimate(launch: Launch, arch: str) -> dict[str, Any]:
     elif "n_kv" in args:
         matmuls = _ATTENTION_MATMULS.get(launch.kernel.__name__, 2)
         flop = 2.0 * matmuls * args["lse_ptr"].numel() * args["n_kv"] * c["D"]
-    peak = 2 * PRODUCTS[arch] * gpu.sm_count * gpu.clock * 1e3 * 2 / itemsize  # per microsecond
+    peak = 2 * PRODUCTS[arch] * gpu.sm_count * gpu.clock * 1e3 * 2 / itemsize  # FLOP per microsecond
     times = {"tensor cores": flop / peak / _SUSTAINED, "DRAM": moved / gpu.dram / 1e3 / _STREAMED}
     activation = c.get("ACTIVATION", "identity")
     names = (launch.kernel.__name__.strip("_").removesuffix("_kernel"), c.get("EPILOGUE"), activation)

@@ -87,7 +87,7 @@ def recorded(gpu: Gpu) -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     with (
         mock.patch.object(device, "stand_in", gpu),
-        mock.patch.object(plan, "is_watched", lambda *kernels: True),  # run operators without launch plans
+        mock.patch.object(plan, "is_watched", lambda *kernels: True),  # disables launch plans (plan.py)
         mock.patch.object(Launch, "run", lambda launch: launches.append(launch)),
     ):
         yield launches

@@ -1,6 +1,6 @@
 /* A stand-in for libcuda.so.1: the functions that Triton's launch path calls. They execute no kernel.
  *
- * The functions count calls and check them. The rules for tensor maps are in cuda.h, at cuTensorMapEncodeTiled.
+ * The functions count calls and check them. cuda.h contains the rules for tensor maps (TMA descriptors).
  * stand_in_configure sets the limits of launches. A call that breaks a rule returns an error code of the driver, and
  * stand_in_violation returns a description.
  */
@@ -82,13 +82,13 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
   return CUDA_SUCCESS;
 }
 
-/* Returns every address as a device address. */
+/* Returns every address as a device address, so that Triton accepts CPU tensors. */
 CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr pointer) {
   *(CUdeviceptr *)data = pointer;
   return CUDA_SUCCESS;
 }
 
-/* ---- modules: a function is a name and a limit of shared memory ---- */
+/* ---- modules: a module is its only function, stored as a name and a limit of shared memory ---- */
 
 typedef struct {
   char name[128];
@@ -195,8 +195,8 @@ static unsigned swizzle_bytes(CUtensorMapSwizzle swizzle) {
   return swizzle == CU_TENSOR_MAP_SWIZZLE_32B ? 32 : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64 : 128;
 }
 
-/* Returns the first rule that a map breaks, or NULL. Unlike in the example in cuda.h, strides need not grow
- * from dimension to dimension: in [B, H, N, D] views of packed qkv, N has a larger stride than H. */
+/* Returns the first rule that a map breaks, or NULL. Strides need not grow from inner to outer dimensions,
+ * although they do in the example in cuda.h: in [B, H, N, D] views of packed qkv, N has a larger stride than H. */
 static const char *broken_rule(const CUtensorMap *map, unsigned size, unsigned rank, const void *address,
                                const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
                                const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle) {
@@ -238,7 +238,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
   const char *rule = broken_rule(map, size, rank, address, dims, strides, box, steps, interleave, swizzle);
   stand_in_descriptors++;
   memset(map, 0, sizeof *map);
-  if (rule == NULL) { /* pack the description: the address, and 15 words for the rest */
+  if (rule == NULL) { /* store the description for tests/emulator: the address, and 15 words for the rest */
     map->opaque[0] = (cuuint64_t)address;
     map->opaque[1] = (cuuint64_t)type << 32 | rank << 16 | swizzle << 8 | fill;
     for (unsigned i = 0; i < rank; i++)

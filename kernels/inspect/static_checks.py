@@ -1,7 +1,7 @@
 """Static checks of the kernels in every shipped configuration: statistics, problems, and the committed baseline.
 
-The baseline, `baseline.json`, contains all builds for sm_90 and the core builds for other architectures. Only
-`vit-fast kernels --update-baseline` changes it.
+The baseline, `baseline.json`, contains all builds for sm_90, and the core builds (`Build.core`) for other
+architectures. Only `vit-fast kernels --update-baseline` changes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Resources: registers per thread, stack_bytes, shared_bytes, ctas_per_sm, warps. 
 - instructions (all but NOP), spill_loads, spill_stores, async_copies, tma_loads, tma_stores, hgmma, hmma, tcgen05
 - e4m3: MMAs with e4m3; early_accesses: accesses to global memory before griddepcontrol.wait
 - grid_waits: griddepcontrol.wait; grid_starts: griddepcontrol.launch_dependents (ptx.py)
-- wgmma_waits: if there are more than wgmma_waits_in_ptx, ptxas has serialized wgmma (warnings C75xx)
+- wgmma_waits: waits for wgmma; if the PTX has fewer (wgmma_waits_in_ptx), ptxas has serialized wgmma
 """
 
 BASELINE_PATH = Path(__file__).with_name("baseline.json")
