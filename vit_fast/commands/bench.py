@@ -20,7 +20,8 @@ def bench(
     models: Annotated[
         str | None,
         option(
-            "Names or patterns of `vit-fast models`, timm:NAME, hf:FOLDER, weights files, FILE.onnx, module:function.",
+            "Names or patterns of `vit-fast models`, timm:NAME, hf:FOLDER, weights files, FILE.onnx, or "
+            "module:function for a function that returns a model.",
             metavar="A,B",
         ),
     ] = None,
@@ -28,13 +29,13 @@ def bench(
     train: Annotated[bool, option("Measure training steps instead of inference.", "--train")] = False,
     amp: Annotated[bool, option("With --train: run the forward pass under bf16 autocast.", "--amp")] = False,
     data: Annotated[
-        str, option("Memory of the images before each call: device, or host to include the copy to the GPU.")
+        str, option("Where the images are before each call: device; or host, to also time their copy to the GPU.")
     ] = "device",
     explain: Annotated[bool, option("Print time per part of the model, and the longest kernels.", "--explain")] = False,
     cold: Annotated[bool, option("Also measure the time from process start to the first output.", "--cold")] = False,
     latency: Annotated[bool, option("Measure p50, p90 and p99 latency of one image per call.", "--latency")] = False,
     batch_sizes: Annotated[
-        str | None, option("Batch sizes; best doubles the batch size while throughput increases.", metavar="1,8|best")
+        str | None, option("Batch sizes, or best: double the size while throughput increases.", metavar="1,8|best")
     ] = None,
     dtypes: Annotated[str | None, option("Dtypes: fp32, tf32 (GPU only), fp16, bf16.", metavar="A,B")] = None,
     candidates: Annotated[
@@ -52,9 +53,9 @@ def bench(
 ) -> None:
     """Measure images per second of models in vit-fast and other libraries, and verify the outputs.
 
-    A candidate is one way to run a model, e.g. timm+compile. By default, measures ViT-B on a GPU, or ViT-Ti on a CPU
-    in about three minutes. Writes record.json, table.md, plot.png and report.html. Exits with 1 if a candidate fails or
-    its output is incorrect, and with 130 after Ctrl-C.
+    A candidate is one way to run a model, e.g. timm+compile. By default, measures ViT-B on a GPU. On a CPU, measures
+    ViT-Ti in about three minutes. Writes record.json, table.md, plot.png and report.html. Exits with 1 if a candidate
+    fails or its output is incorrect, and with 130 after Ctrl-C.
     """
     from rich.markup import escape
 
@@ -139,8 +140,8 @@ def compare(
 ) -> None:
     """Compare the images per second of two records of `bench`.
 
-    Prints for each candidate the ratio second / first, its 99 % confidence interval, and a verdict. The resolution is
-    the noise of the two runs; smaller differences cannot be measured.
+    Prints for each candidate the ratio second / first, its 99 % confidence interval, and a verdict. Also prints the
+    resolution: the smallest difference that the two runs can measure, because of their noise.
     """
     from ..benchmarks.records import compare_records, damaged, read_record
     from ..measure.clock import format_number

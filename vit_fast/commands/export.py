@@ -17,7 +17,7 @@ def export(
     ] = None,
     out: Annotated[Path | None, option("The .onnx file to write.", "--out", "-o")] = None,
     weights: Annotated[
-        str | None, option("A file, a folder or a Hub id (default: MODEL's own weights, else random).")
+        str | None, option("A file, a folder or a Hub id (default: MODEL if it is a file or Hub id, else random).")
     ] = None,
     target: Annotated[str, option("Runtime to optimize for: generic, ort-cpu, ort-cuda or tensorrt.")] = "generic",
     precision: Annotated[str, option("fp32, fp16, bf16, int8, int8-dynamic or fp8.")] = "fp32",
@@ -34,8 +34,8 @@ def export(
     validation: Annotated[
         Path | None,
         option(
-            "Labeled images, one subfolder per class. Fail if the file loses more than 0.6 percentage points of "
-            "accuracy, and more than one image."
+            "Labeled images, one subfolder per class. Fail if the file's accuracy is lower than the model's by "
+            "more than 0.6 percentage points and by more than one image."
         ),
     ] = None,
     classes: ClassNames = None,

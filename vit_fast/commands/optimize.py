@@ -40,7 +40,7 @@ def optimize(
     budget: Annotated[float, option("Time limit of the search in seconds, including builds and checks.", min=1)] = 100,
     latency: Annotated[bool, option("Minimize p90 latency instead of median latency.", "--latency")] = False,
     memory_limit: Annotated[
-        float | None, option("Maximum MiB of a candidate, for its copy of the weights and one call.", min=0.001)
+        float | None, option("Maximum MiB of a candidate: its own copy of the weights, plus one call.", min=0.001)
     ] = None,
     device: Device = "auto",
     save: Annotated[Path | None, option("Save the result to this file, for vit_fast.load_optimized.")] = None,
@@ -49,8 +49,8 @@ def optimize(
 ) -> None:
     """Find the fastest way to run a model on this machine, verify its outputs, and cache the result.
 
-    The printed speedup is relative to MODEL (for a model of vit-fast: on the eager backend). Press Ctrl-C to stop
-    the search and get the best result so far.
+    A candidate is one way to run MODEL, e.g. torch.compile. Speedups are relative to MODEL. If MODEL is a model of
+    vit-fast, its eager backend is the baseline. Press Ctrl-C to stop the search and get the best result so far.
     """
     from rich.console import Console
     from rich.markup import escape

@@ -29,7 +29,9 @@ def train(
     model: Annotated[
         str, option("One of `vit-fast models`, a weights file of vit-fast, or a Hugging Face Hub id.")
     ] = "vit_micro_patch7_28",
-    weights: Annotated[str | None, option("Fine-tune these weights: a file, a folder or a Hub id.")] = None,
+    weights: Annotated[
+        str | None, option("Start from these weights: a file, a folder or a Hub id (default: --model's, or random).")
+    ] = None,
     validation: Annotated[Path | None, option("Folder of validation images, with the same subfolders as DATA.")] = None,
     epochs: Annotated[int | None, option("Number of epochs (default: see above).")] = None,
     batch_size: Annotated[int | None, option("Images per step, summed over processes (default: see above).")] = None,
@@ -49,7 +51,7 @@ def train(
     """Train or fine-tune a model on labeled images. Prints and plots loss and validation accuracy of each epoch.
 
     Default epochs, batch size and lr: 60, 32 and 2e-3 for vit_micro_patch7_28; 5, 128 and 5e-3 for vit_mnist; 10, 64
-    and 5e-4 for other models. The first two models also have their own defaults for --set.
+    and 5e-4 for other models. For the first two models, other fields of --set also have special defaults.
     """
     import torch
 
