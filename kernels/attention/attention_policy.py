@@ -127,6 +127,10 @@ def forward_config(problem: Problem) -> ForwardConfig:
     config = ForwardConfig(**tuned) if tuned else _forward_rule(problem)
     if config.scheme == "row":
         config = replace(config, tiles=_tiles_per_program(problem, config))
+    return with_early_start(problem, config)
+
+
+def with_early_start(problem: Problem, config: ForwardConfig) -> ForwardConfig:
     early = config.tiles == 1 and problem.element == "half" and starts_early(problem.arch)  # TF32 would spill
     return replace(config, dependent=early)
 

@@ -57,10 +57,12 @@ def candidates(task: Task) -> Iterator[Config]:
     if task.problem.n_kv <= policy.MAX_ROW_KEYS:
         choices = product(policy.ROW_CHUNKS, (1, 2, 4), (1, 2), (None, 168))
         for (largest, chunks), per_program, num_stages, maxnreg in choices:
-            yield ForwardConfig("row", 64, largest, per_program, chunks, 4, num_stages, tma, maxnreg)
+            config = ForwardConfig("row", 64, largest, per_program, chunks, 4, num_stages, tma, maxnreg)
+            yield policy.with_early_start(task.problem, config)
     warps = ((64, 128, 4), (64, 64, 4), (128, 128, 8), (128, 64, 8), (128, 64, 4))
     for (block_m, block_n, num_warps), num_stages in product(warps, (2, 3)):
-        yield ForwardConfig("looped", block_m, block_n, num_warps=num_warps, num_stages=num_stages, tma=tma)
+        config = ForwardConfig("looped", block_m, block_n, num_warps=num_warps, num_stages=num_stages, tma=tma)
+        yield policy.with_early_start(task.problem, config)
 
 
 def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, float]:

@@ -143,8 +143,8 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, to_st
     if update_baseline:
         static_checks.write_baseline(found)
     return {
-        "triton": triton.__version__, "baseline_triton": before["triton"], "compared_with_baseline": comparable,
-        "builds": rows,
+        "triton": triton.__version__, "baseline_triton": triton.__version__ if update_baseline else before["triton"],
+        "compared_with_baseline": comparable, "builds": rows,
     }  # fmt: skip
 
 
@@ -165,6 +165,6 @@ def _line(row: Mapping[str, Any]) -> str:
 def _summary(report: Mapping[str, Any]) -> str:
     bad = sum(bool(row["problems"]) for row in report["builds"])
     text = f"{len(report['builds'])} builds with triton {report['triton']}, {bad} with problems"
-    if not report["compared_with_baseline"]:
+    if report["triton"] != report["baseline_triton"]:
         text += f"\nnot compared with the baseline, which was written with triton {report['baseline_triton']}"
     return text
