@@ -3,20 +3,20 @@
     "activation_grad": h = act(z),  dz = acc act'(z),  out = rstd dz
     "gated_grad":      h = act(g) u (`forward_epilogues.py`); z, dz and out are [M, 2 N]
     "layer_norm_grad": out = [residual +] acc - (x - mean) * coefficient; h, if given, is a copy of out in A's dtype
-                       coefficient = rstd^2 / N * sum(dz (z - bias))
+                       coefficient = rstd^2 / N * sum(dz (z - bias)) over the columns of z
 
 In "activation_grad" and "gated_grad", acc is the gradient of h. These epilogues also store partial sums: dz (z - bias)
 per row, and dz and out * mean per column. Three cases differ from the formulas:
 
-- A norm of h follows (`hidden_norm.py`): acc is the gradient of the normalized h^, and `along` is the mean of acc h^
-  over a row. |rstd of h| (acc - h^ * along), the gradient of h, replaces acc in the formulas. h^ replaces h.
+- A norm of h follows (`hidden_norm.py`): acc is the gradient of h^, the normalized h. |rstd of h| (acc - h^ * along),
+  the gradient of h, replaces acc; `along` is the mean of acc h^ over a row. The epilogue stores h^ in place of h.
 - A row of x is constant (rstd < 0, see `layer_norm.py`): "activation_grad" and "gated_grad" use 1 in place of rstd, and
-  "layer_norm_grad" multiplies acc by |rstd|. The weight gradient is a difference of the large numbers out^T x and
-  sum(out * mean). A factor rstd, about 1 / sqrt(eps), would multiply the rounding errors of both.
-- x is the normalized input n, so there is no mean: "activation_grad" and "gated_grad" use 1 in place of rstd.
-  "layer_norm_grad" computes out = [residual +] rstd * acc - n * coefficient; coefficient has rstd in place of rstd^2.
+  "layer_norm_grad" multiplies acc by |rstd|. The row adds 0 to the weight gradient out^T x - sum(out * mean),
+  because x = mean. A factor rstd, about 1 / sqrt(eps), would only multiply the rounding errors of both terms.
+- The input was fp32, so x is the normalized n (`layer_norm.py`): "activation_grad" and "gated_grad" use 1 in place of
+  rstd. "layer_norm_grad" computes out = [residual +] rstd * acc - n * coefficient; coefficient has rstd, not rstd^2.
 
-`where` and SHAPE are as in `forward_epilogues.py`.
+`where` and SHAPE are as in `forward_epilogues.py`. `linear/gradients.py` explains the formulas.
 """
 
 from __future__ import annotations

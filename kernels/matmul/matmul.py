@@ -65,7 +65,7 @@ def _matmul_kernel(
     mean_ptr,  # fp32 [M] or None. Forward epilogues store it, gradient epilogues read it (None if x is normalized)
     rstd_ptr,  # fp32 [M] or None, like mean_ptr; negative for a constant row (layer_norm.py)
     bias_ptr,  # [N] or None; "gated_grad": [2 N]
-    weight_sum_ptr,  # fp32 [N], s of a folded LayerNorm (folding.py), or None
+    weight_sum_ptr,  # fp32 [N] or None: sums over K of a weight with a folded LayerNorm (s in folding.py)
     scale_ptr,  # None, or factors. "layer_norm": of acc, fp32 [N]; "residual": of acc + bias, [N]; "activation_grad":
     # of acc, an fp32 vector whose first element is used
     out8,  # [M, N] e4m3 or None: "residual" stores out * out_scale (a reciprocal scale, ptx.py)
@@ -76,7 +76,7 @@ def _matmul_kernel(
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, columns of z]: "activation_grad" stores partial sums of columns
     hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of h if a norm of h follows; else None
     along_ptr,  # fp32 [M], mean over N of h^ * (gradient of h^); None without a norm of h
-    norm_weights, norm_biases,  # "qk_norm": vectors [HEAD] for q and for k; (None, None): ones or zeros
+    norm_weights, norm_biases,  # "qk_norm": vectors [HEAD] for q and k; (None, None): weights 1, biases 0
     tables,  # "rotary", "qk_norm": cos and sin [images or 1, tokens - prefix, HEAD / 2]; (None, None): no rotation
     b_ptr,  # B as a pointer if DEPENDENT, else None
     M, N, K, eps, splits, qk_eps,
@@ -94,10 +94,10 @@ def _matmul_kernel(
     WHOLE: tl.constexpr,  # all pieces have full width
     HEAD: tl.constexpr,  # "rotary", "qk_norm": channels of a head; in "qk_norm" also columns of a sub-tile
     NORM: tl.constexpr,  # of q and k: "layer_norm", "rms_norm" or "none"
-    HALVES: tl.constexpr,  # weights and biases of the norms have the pairs j, j + HEAD / 2, not 2j, 2j + 1
+    HALVES: tl.constexpr,  # in norm weights and biases, a rotary pair is j and j + HEAD / 2, not 2j and 2j + 1
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of the tables: rows, pairs
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
-    DEPENDENT: tl.constexpr,  # starts early and prefetches B (ptx.py)
+    DEPENDENT: tl.constexpr,  # starts before the previous kernel ends, and prefetches B (ptx.py)
 ):  # fmt: skip
     # Triton must not specialize on sizes. For K = 1, Triton would remove the loop over K and pipeline the loop over
     # tiles, which takes too much shared memory. The next two lines state the alignment that vector loads need.

@@ -284,7 +284,7 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
 
 
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
-    """Returns configurations without TMA. Values without a comment avoid spills."""
+    """Returns configurations without TMA. Values without a comment avoid spills. sm_120 has generation "ampere"."""
     half, hopper, blackwell = kind == "half", generation(arch) == "hopper", generation(arch) == "blackwell"
     grad = epilogue == "activation_grad"
     if epilogue == "gated_grad":
