@@ -155,7 +155,7 @@ def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
                 replies += 1
                 yield reply
         if replies < len(requests):
-            raise RuntimeError(f"{len(requests) - replies} kernels were not compiled: a process ended too early")
+            raise RuntimeError(f"{len(requests) - replies} kernels were not compiled: a compiler process died; retry")
     finally:
         for process in processes:
             process.terminate()

@@ -222,7 +222,7 @@ BAD_INPUTS: list[tuple[Callable[..., tuple[Any, ...]], str]] = [
     (lambda q, bounds: (q, q, q.double(), bounds, 4), "got torch.float64"),
     (lambda q, bounds: (q, q, q, bounds.long(), 4), "cu_seqlens must be torch.int32 on .*, got torch.int64"),
     (lambda q, bounds: (q, q, q, bounds.to("meta"), 4), "got torch.int32 on meta"),
-    (lambda q, bounds: (q, q, q, bounds[None], 4), r"cu_seqlens must have shape \[S \+ 1\], got \(1, 3\)"),
+    (lambda q, bounds: (q, q, q, bounds[None], 4), r"must have shape \[S \+ 1\] for S sequences, got \(1, 3\)"),
     (lambda q, bounds: (q, q, q, bounds, -1), "max_seqlen must be an integer >= 0, got -1"),
 ]
 BAD_MASKS = [

@@ -138,7 +138,7 @@ BROKEN: dict[str, tuple[tuple[tuple[object, str, object], ...], str]] = {
     "old device": (((torch.cuda, "get_device_capability", lambda *_: (7, 5)),), "7.5"),
     "compiler": (
         ((backends, "_run_and_compare", _broken),),
-        "the test kernel failed on cuda:0: RuntimeError: the compiler gave up",
+        "vit-fast's test kernel failed on cuda:0: RuntimeError: the compiler gave up",
     ),
     "incorrect output": (((backends, "_run_and_compare", lambda device: ("it does not match",)),), "it does not match"),
 }  # fmt: skip

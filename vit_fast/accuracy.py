@@ -39,7 +39,7 @@ class Accuracy:
         return self.error <= self.allowed
 
     def __str__(self) -> str:
-        return f"error {self.error:.3g}, must be at most {self.allowed:.3g} (eager: {self.eager_error:.3g})"
+        return f"error must be at most {self.allowed:.3g}, got {self.error:.3g} (eager's error: {self.eager_error:.3g})"
 
 
 def judge(

@@ -61,7 +61,7 @@ class PatchEmbed(nn.Module):
             requirement = f"image height and width must be multiples of the patch size {rows}x{columns}"
             raise ValueError(f"{requirement}, got {height}x{width}")
         if not config.dynamic_img_size and (height, width) != config.image_hw:
-            advice = "build the model with dynamic_img_size=True, or with this img_size"
+            advice = "build the model with dynamic_img_size=True, or with the img_size of the images"
             raise ValueError("images must be {}x{}, got {}x{}: {}".format(*config.image_hw, height, width, advice))
 
 

@@ -65,18 +65,18 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
     """
     limits, gpu = offline.architecture(arch), offline.gpu(arch)
     if torch.cuda.is_available():
-        raise RuntimeError("the stand-in driver requires a machine without a GPU: set CUDA_VISIBLE_DEVICES=''")
+        raise RuntimeError("the stand-in CUDA driver requires a machine without a GPU: set CUDA_VISIBLE_DEVICES=''")
     if is_interpreted():
-        raise RuntimeError("TRITON_INTERPRET must be unset, because the stand-in driver requires compiled kernels")
+        raise RuntimeError("TRITON_INTERPRET must be unset, because the stand-in CUDA driver requires compiled kernels")
     if device.stand_in is not None:
-        raise RuntimeError("the stand-in driver is already installed in this process")
+        raise RuntimeError("the stand-in CUDA driver is already installed in this process")
     library = library or _build()
     # Triton links its launcher against libcuda.so.1 in this folder. When the launcher is loaded, the dynamic linker
     # uses the libcuda.so.1 that this process loaded first, which must be the stand-in.
     os.environ["TRITON_LIBCUDA_PATH"] = str(library.parent)
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     if not hasattr(ctypes.CDLL(library.name), "stand_in_configure"):
-        raise RuntimeError("the real libcuda.so.1 is loaded: install the stand-in driver in a new process")
+        raise RuntimeError("the real libcuda.so.1 is loaded: install the stand-in in a new process")
     number = int(arch.removeprefix("sm_"))
     loaded.stand_in_configure(number, gpu.sm_count, limits.shared_bytes_per_block, limits.shared_bytes)
     driver, target = CudaDriver(), GPUTarget("cuda", number, 32)

@@ -112,13 +112,13 @@ def problems(build: Build, stats: Stats, arch: str) -> list[str]:
     if stats["spill_loads"] or stats["spill_stores"]:
         found.append(f"spills: {stats['spill_loads']} loads, {stats['spill_stores']} stores")
     if stats["wgmma_waits"] > stats["wgmma_waits_in_ptx"]:
-        found.append(f"wgmma is serialized: {stats['wgmma_waits']} waits, {stats['wgmma_waits_in_ptx']} in PTX")
+        found.append(f"wgmma is serialized: {stats['wgmma_waits']} waits in SASS, {stats['wgmma_waits_in_ptx']} in PTX")
     dependent = ("grid_waits", "grid_starts") if build.launch.constants.get("DEPENDENT") else ()
     found += [f"no {name} in the machine code" for name in (*build.needs, *dependent) if not stats[name]]
     if stats["early_accesses"]:
         found.append(f"{stats['early_accesses']} accesses to global memory before griddepcontrol.wait")
     if stats["shared_bytes"] > (most := architecture(arch).shared_bytes_per_block):
-        found.append(f"{stats['shared_bytes']} bytes of shared memory, {arch} has {most} per block")
+        found.append(f"needs {stats['shared_bytes']} bytes of shared memory, {arch} has {most} per block")
     if stats["ctas_per_sm"] < 1:
         found.append("does not fit on a multiprocessor")
     return found

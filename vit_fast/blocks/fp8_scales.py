@@ -24,7 +24,7 @@ from .token_facts import TokenFacts
 LINEARS = BlockScales._fields  # linear layers of a block; also the names of the buffers
 PLACE = "vit_fast_fp8"  # name of the `Fp8Scales` submodule in its block
 MIN_SCALE, MAX_SCALE = 2.0**-24, 2.0**15  # smallest and largest power of two in fp16
-_HOW_TO_LEAVE = "vit_fast.fuse(model) restores the model's own precision"
+_HOW_TO_LEAVE = "or call vit_fast.fuse(model) to run the model without FP8"
 
 
 class FrozenFp8(Frozen):

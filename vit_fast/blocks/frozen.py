@@ -62,8 +62,8 @@ class Frozen:
             self.tensors = computed
         elif any(new.shape != old.shape or new.device != old.device for new, old in zip(computed, self.tensors)):
             raise RuntimeError(
-                "the shape or device of a frozen model's weights changed: call vit_fast.freeze again, and create "
-                "GraphRunner again"
+                "the shape or device of a frozen model's weights changed: call vit_fast.freeze(model) again, then "
+                "rebuild any GraphRunner of the model"
             )
         else:
             torch._foreach_copy_(self.tensors, computed)

@@ -89,7 +89,7 @@ def touch_reasons(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     reasons = []
     for name, module in modules:
         if is_hooked(module):
-            reasons.append(f"{name} has hooks, which would no longer run")
+            reasons.append(f"{name} has hooks, which a fused module would not run")
         reasons += forward_reasons(module, name)
         for own, parameter in module._parameters.items():
             reasons += tensor_reasons(f"{name}.{own}", parameter)

@@ -102,7 +102,7 @@ class Reader(Inspector):
             self.reasons.append(f"{path}.eps must be a number, got None, which depends on the dtype")
         elif getattr(norm, "_fast_norm", False):
             self.reasons.append(
-                f"{path} uses timm's fast norm, which rounds its statistics: call timm.layers.set_fast_norm(False)"
+                f"{path} uses timm's fast norm: call timm.layers.set_fast_norm(False), then create the model again"
             )
         return NormParts(norm, kind or "", eps)
 

@@ -148,7 +148,7 @@ def probe_reasons(device: torch.device) -> tuple[str, ...]:
     if (cached := _probed.get(device)) is not None:
         return cached
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # the graph would contain the test kernel
-        return (f"the test kernel must run on {device} before a CUDA graph capture: first call the model once",)
+        return (f"vit-fast must run a test kernel on {device} first: call the model once before a CUDA graph capture",)
     with _probe_lock:
         if device not in _probed:
             # A new thread has none of the caller's modes, such as fake tensors, torch.func, inference mode or autocast.
@@ -159,7 +159,7 @@ def probe_reasons(device: torch.device) -> tuple[str, ...]:
                     message = " ".join(str(error).split())
                     if len(message) > _LONGEST_MESSAGE:
                         message = f"{message[: _LONGEST_MESSAGE // 2]} ... {message[-_LONGEST_MESSAGE // 2 :]}"
-                    reasons = (f"the test kernel failed on {device}: {type(error).__name__}: {message}",)
+                    reasons = (f"vit-fast's test kernel failed on {device}: {type(error).__name__}: {message}",)
                     if isinstance(error, torch.OutOfMemoryError):  # memory may be free later: do not cache
                         return reasons
                     _probed[device] = reasons
@@ -176,7 +176,7 @@ def _run_and_compare(device: torch.device) -> tuple[str, ...]:
     attention_forward(q.to(device), k.to(device), v.to(device), out, lse, _PROBE_SHAPE[3] ** -0.5)
     exact = reference.attention(q.double(), k.double(), v.double())
     verdict = judge(out.cpu(), reference.attention(q, k, v), exact)
-    return () if verdict.passed else (f"the test kernel does not match the reference on {device}: {verdict}",)
+    return () if verdict.passed else (f"vit-fast's test kernel does not match the reference on {device}: {verdict}",)
 
 
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:

@@ -189,7 +189,7 @@ def check_keys(keys: Keys, batch: int, tokens: int, device: torch.device) -> Non
                 f"cu_seqlens must be torch.int32 on {device}, got {cu_seqlens.dtype} on {cu_seqlens.device}"
             )
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            raise ValueError(f"cu_seqlens must have shape [S + 1], got {tuple(cu_seqlens.shape)}")
+            raise ValueError(f"cu_seqlens must have shape [S + 1] for S sequences, got {tuple(cu_seqlens.shape)}")
         if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | torch.SymInt) or max_seqlen < 0:
             raise ValueError(f"max_seqlen must be an integer >= 0, got {max_seqlen!r}")
 

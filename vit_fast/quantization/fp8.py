@@ -126,8 +126,8 @@ def emulate(copied: nn.Module) -> tuple[list[EmulatedBlock], dict[str, str]]:
             continue
         reasons = [*parts.attention_reasons, *parts.mlp_reasons]
         if inside:
-            reasons.append("the MLP must not have an inner norm in FP8")
-        alone = "attention and MLP must belong to one block that the kernels run as one operator"
+            reasons.append("in FP8, the MLP must not have a norm before fc2")
+        alone = "FP8 requires a block with attention and an MLP, whose norms are of the same kind"
         skipped[name] = "; ".join(reasons or [alone])
     return found, skipped
 
@@ -178,7 +178,7 @@ def _required(
         enough = max(reached)
         reason = (
             f"top-1 agreement on {len(classes)} images must be at least {wanted:g}, got {reached[enough]:.4g} with "
-            f"{enough} of {len(linears)} linear layers in half precision, and {reached[0]:.4g} with none"
+            f"{enough} of {len(linears)} linear layers in half precision, and {reached[0]:.4g} with none of them"
         )
         raise UnsupportedInputError(f"fuse with precision='fp8', min_agreement={wanted:g}", [reason])
     return kept, reached[len(kept)]
@@ -208,9 +208,9 @@ def check_request(model: nn.Module, backend: str, precision: str | None) -> None
     if backend not in ("auto", "triton"):
         reasons.append(f"backend must be 'auto' or 'triton', got {backend!r}")
     if model.training:
-        reasons.append("the model must be in evaluation mode, because e4m3 supports inference only: call eval() first")
+        reasons.append("the model must be in evaluation mode, because FP8 supports inference only: call eval() first")
     if not any(isinstance(module, Fp8Scales) for module in model.modules()):
-        how = "call vit_fast.calibrate(model, images), or load weights that contain scales"
+        how = "call vit_fast.calibrate(model, images), or load weights that contain FP8 scales"
         reasons.append(f"the model must be calibrated: {how}")
     if reasons:
         raise UnsupportedInputError(WHAT, reasons)
@@ -290,7 +290,7 @@ def switch(model: nn.Module, choice: Choice | None) -> None:
                 continue
             parts = block.whole() if isinstance(block, FusedNormMlp) else None
             if parts is None:
-                raise UnsupportedInputError(WHAT, [f"the kernels cannot run {name} as one operator"])
+                raise UnsupportedInputError(WHAT, [f"the kernels cannot run {name}: fuse(model, 'triton') reports why"])
             if own.qkv.device.type != "meta":
                 own.cached_of(parts)
     except BaseException:  # the caller restores attributes, but not the values of tensors

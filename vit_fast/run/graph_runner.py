@@ -286,16 +286,16 @@ def _fit_tower(model: nn.Module) -> PackedTower:
         reason = f"the model's class must support token budgets (docs/classes.md), got {type(model).__name__}"
         raise UnsupportedInputError("GraphRunner with budgets", [reason])
     if forward_is_replaced(model):
-        reasons = ["the tower's forward was replaced on the instance: call `del tower.forward`"]
+        reasons = ["the model's forward was replaced on the instance: call `del model.forward`"]
     reasons += _hooks(model)
     for name, module in model.named_modules():
         if not tower.needs_fused:
             continue
         is_known = isinstance(module, FusedModule) or type(module).__module__.startswith("torch.")
         if not is_known and fused_form(type(module)) is not None:
-            reasons.append(f"{name or 'the tower'} must be fused: call vit_fast.fuse first")
+            reasons.append(f"{name or 'the model'} must be fused: call vit_fast.fuse first")
         elif tower.like.is_cuda and getattr(module, "vit_fast_backend", "triton") != "triton":
-            reasons.append(f"{name or 'the tower'} must have backend 'triton', because others copy lengths to the host")
+            reasons.append(f"{name or 'the model'} must have backend 'triton': graphs cannot capture other backends")
     if reasons:
         raise UnsupportedInputError("GraphRunner with budgets", reasons[:3])
     return tower

@@ -147,8 +147,8 @@ def warm_up(
         parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
         if known is None or parameter is None:
             raise ValueError(
-                f"example must be given for a {type(model).__qualname__}: pass images [any, channels, height, width] "
-                "with the dtype and device of later calls"
+                f"example must be given for a {type(model).__qualname__}: pass images [any batch size, channels, "
+                "height, width] with the dtype and device of later calls"
             )
         example = torch.zeros(1, known.in_chans, *known.image_hw, dtype=parameter.dtype, device=parameter.device)
     check_type("example", example, Tensor)
