@@ -14,8 +14,8 @@ sum_f(dz * (z - c)) / C, because z - c = n W''^T. dx is computed in one of two w
 
 - qkv: `_layer_norm_grad_kernel` computes dx from dz W and x, with (dz W) gamma in place of g. (dz W) gamma differs from
   g by a constant per row, which cancels in dx. The kernel also writes n, which U needs.
-- fc1: the matmul of `linear.activation_gradient` computes dz, sums dz * (z - c) over f, and stores dz~ = rstd dz. The
-  next matmul computes dx. U is dz~^T x - sum_m(dz~ * mean); the sum, a vector [F], is subtracted from every column.
+- fc1: the matmul of `linear.activation_gradient` computes dz, sums dz * (z - c) over f, and stores dz~ = rstd dz.
+  `linear.input_gradient` computes dx. U is dz~^T x minus the vector sum_m(dz~ * mean) [F] in every column.
 
 Before a residual, y = r + ls (h W^T + b) with residual r and LayerScale ls. dy is the gradient of y, V = dy^T h, and f
 indexes columns of h:
@@ -51,7 +51,7 @@ _AT_ONCE = tl.constexpr(64)  # partial sums that `add_column_parts` loads at onc
 def sum_rows(tile):
     """Returns the column sums of a tile [rows, 32 or 128]; made for four warps, without the bank conflicts of tl.sum.
 
-    Each thread first sums its own rows of four columns. Only these sums pass through shared memory.
+    Each thread holds some rows of four columns and first sums these rows. Only the sums pass through shared memory.
     """
     COLS: tl.constexpr = tile.shape[1]
     HALVINGS: tl.constexpr = 2 if COLS == 128 else 4

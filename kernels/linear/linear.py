@@ -103,9 +103,9 @@ def activation_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Backward of fc2 and the activation: returns dz~, row_part, column_part and h.
 
-    z is the output of fc1, and h = act(z), or act(g) u if gated. mean and rstd are the LayerNorm statistics of x.
+    z is the output of fc1. h = act(z), or act(g) u if gated. mean and rstd are of x, the input of the LayerNorm of fc1.
 
-    - dz~, [M, columns of z], is rstd dz, where dz is the gradient of z. For fp32 x and constant rows of x, dz~ is dz.
+    - dz~ [M, columns of z]: rstd dz (dz: gradient of z), or dz for fp32 x and constant rows (`gradient_epilogues.py`).
     - row_part, fp32 [M, parts], contains partial sums of dz * (z - c) over the columns of z. `folding.py` defines c.
     - column_part, fp32 [parts of M, 2, columns of z], contains partial sums over M of dz and of dz~ * mean.
 

@@ -20,7 +20,7 @@ from ..matmul.matmul_tiles import READ_AT_ONCE
 from ..ptx import divided_columns, wait_for_previous
 from ..row_parts import PIECE, row_parts
 
-_ROWS = 16  # rows per program; few, because M is small
+_ROWS = 16  # rows per program; M is small, so more rows would give too few programs
 _REGISTERS = 40  # per thread; 32 would spill on blackwell
 _PIECE = tl.constexpr(PIECE)
 
@@ -62,7 +62,7 @@ def _finish_residual_kernel(
 
 
 def finish_residual_launch(part: Tensor, o: Operands, dependent: bool = False) -> Launch:
-    """Returns the launch that computes `o.out` of a "residual" matmul from its parts."""
+    """Returns the launch that computes `o.out` from `part`. If `dependent`, it may start before the matmul ends."""
     splits, M, C = part.shape
     args = {
         "part_ptr": part, "bias_ptr": o.bias, "scale_ptr": o.scale, "residual_ptr": o.residual, "out_ptr": o.out,

@@ -1,10 +1,10 @@
-"""The matmuls of weight gradients: a^T b for one to four pairs of operands with the same M, in one launch.
+"""The matmuls of weight gradients: a^T b for one to four pairs a [M, P], b [M, Q], in one launch.
 
     part[split] = a^T b over one of `splits` parts of M, fp32
 
 A weight gradient has few output tiles, and each tile is a sum over M. To occupy all multiprocessors, several programs
-share a tile: each sums over a part of M. If one launch computes the four gradients of a block, fewer parts suffice.
-`weight_gradients.py` adds the parts in order.
+share a tile: each sums over a part of M. A launch with the four gradients of a block has more tiles and needs fewer
+parts. `weight_gradients.py` adds the parts in order.
 """
 
 from __future__ import annotations
