@@ -62,7 +62,7 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     """Returns the reasons why Triton kernels cannot run on a device. The first call for a GPU runs a test kernel.
 
-    A CPU is supported only under Triton's interpreter, or if `kernels/inspect/` has set `stand_in` to imitate a GPU.
+    The CPU is supported only under Triton's interpreter, or while `kernels/inspect/` imitates a GPU (`stand_in`).
     """
     if device == torch.device("cuda") and torch.cuda.is_available():  # "cuda" without an index is the current GPU
         device = torch.device("cuda", torch.cuda.current_device())
@@ -97,7 +97,7 @@ def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 @constant_to_compiler
 def _tf32_is_allowed() -> bool:
-    """Returns True if fp32 matmuls may use TF32. A compiled model is recompiled if the setting changes."""
+    """Returns True if fp32 matmuls may use TF32. torch.compile guards on this setting and recompiles if it changes."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
@@ -142,8 +142,8 @@ _probe_lock = threading.Lock()
 def probe_reasons(device: torch.device) -> tuple[str, ...]:
     """Runs a test kernel once per device and process; returns the reason if it failed, else ().
 
-    Device properties are not sufficient: a C compiler may be missing, the driver may be too old, or the compiled code
-    may be incorrect.
+    Device properties do not show whether kernels run: a C compiler may be missing, the driver may be too old, or the
+    compiled code may be incorrect.
     """
     if (cached := _probed.get(device)) is not None:
         return cached
@@ -180,7 +180,7 @@ def _run_and_compare(device: torch.device) -> tuple[str, ...]:
 
 
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:
-    """Compiles kernels of `call` that are not loaded yet; returns how many, and how many Triton had not cached."""
+    """Compiles the kernels that `call` would launch; returns how many were not loaded, and how many not on disk."""
     from ..kernels.precompile import collect, compile_all
 
     with collect() as requests:

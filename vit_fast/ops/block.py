@@ -56,14 +56,14 @@ def fused_block(
     """Runs a block or one of its halves: attention or MLP.
 
     Args:
-        x: [B, N, C], or [..., C] for the MLP half alone; fp32 (not in FP8), fp16 or bf16.
+        x: [B, N, C], or [..., C] for the MLP half alone; fp16, bf16 or, except in FP8, fp32.
         statistics: LayerNorm statistics of x from the previous block; None to compute them. Ignored if x is fp32.
         tensors: The parameters, in fp32 or the dtype of the matmuls (`registration.matmul_dtype`). A half whose
             parameters are None is skipped. For inference of a whole block, `fold` can fold the parameters first.
         eps, norm: Epsilons and kind of norm1 and norm2. inner_norm: Kind and epsilon of a norm before fc2.
         residual: True adds x to the output of a half; must be True for a whole block.
         next_statistics: True to return LayerNorm statistics of the output, for the next block.
-        x8: For FP8: x times tensors.qkv_factor in e4m3, from the previous block. Computed if x8 or statistics is None.
+        x8: For FP8: x times tensors.qkv_factor (reciprocal scales) in e4m3. Computed if x8 or statistics is None.
         next_factor: The qkv_factor of the next block if its qkv layer reads e4m3, else None.
     Returns:
         The output, with x's shape and the dtype from `_output_dtype`; its LayerNorm statistics or None; and the output
@@ -134,7 +134,7 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
     if t.fc2_weight is not None and s.inner_norm == "none":
         weights["fc2"] = t.fc2_weight
     wide = {name: weight for name, weight in weights.items() if weight.dtype != E4M3}
-    weights |= dict(zip(wide, scaled_weights.in_dtype(s.dtype, *wide.values())))  # at most one launch
+    weights |= dict(zip(wide, scaled_weights.in_dtype(s.dtype, *wide.values())))  # at most one launch for all
     y, emitted = tokens, statistics
     y8 = None if x8 is None else as_matrix(x8)
     if step is not None:

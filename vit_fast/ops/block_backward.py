@@ -92,8 +92,8 @@ def saved_names(s: BlockSettings) -> list[str]:
     qkv [B, N, 3, H, D], mixed [B, N, H, D], lse [B, H, N]: Input, output and log-sum-exp of the attention.
     before_norm: qkv before the norms of q and k; saved only with qk-norm.
     z: Output of fc1 [M, F]. With a gate, z is [M, 2 F], and columns of the gate and of fc1 alternate.
-    branch, hidden: Output of fc2 minus its shift c = W beta + b (`folding.py`), [M, C]; mean and rstd of the hidden
-        layer, fp32 [2, M]. Saved only with a norm before fc2.
+    branch: With a norm before fc2: output of fc2 minus W beta + b, [M, C]. W, b are of fc2, beta is of this norm.
+    hidden: With a norm before fc2: mean and rstd of the input of this norm, fp32 [2, M].
     """
     names = []
     if _QKV in s.present:
@@ -160,7 +160,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         d_fc1, row_part, sums["fc1"], h = linear.activation_gradient(
             dy, scaled["fc2"], saved.z, norm_input, folded, s.activation, gated, saved.hidden, along
         )
-        # for the gradients of proj, `narrow` is `stream` in the dtype of the matmuls
+        # `narrow` is `stream` in the dtype of the matmuls; the gradients of proj are computed from it
         stream, narrow = linear.input_gradient(
             d_fc1, row_part, norm_input, folded, stream if s.residual else None, t.qkv_weight is not None
         )

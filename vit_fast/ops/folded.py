@@ -1,9 +1,9 @@
 """Folds the norms of a block into the weights for inference, and optionally rounds the weights to e4m3 (FP8).
 
-In FP8, qkv and fc1 read x8 = x / s in e4m3. Here x is the residual stream, and s contains a scale per channel from
-`vit_fast.calibrate`. Let mean and rstd be mean and reciprocal standard deviation of a token of x. Let W and b be weight
-and bias of qkv or fc1, and gamma and beta those of the norm before the layer. With one scale per row of W in `rows`,
-`reference.fp8_weight` computes W8 = W gamma s / rows in e4m3. Hence, rows W8 / s is about W gamma. The layer computes
+In FP8, qkv and fc1 read x8 = x / s in e4m3; x is the residual stream, s the scale per channel (`vit_fast.calibrate`).
+Let mean and rstd be mean and reciprocal standard deviation of a token. Let W and b be weight and bias of qkv or fc1,
+gamma and beta those of the preceding norm. `rows` contains a scale per row of W. `reference.fp8_weight` computes
+W8 = W gamma s / rows in e4m3. Hence, rows (x8 W8^T) is about x (W gamma)^T. The layer computes
 
     z = rstd (rows (x8 W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(rows W8 / s),  shift = W beta + b
 

@@ -93,9 +93,9 @@ def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None)
     """Quantizes a weight [F, K] to e4m3; returns the values as fp64 [F, K], and one scale per row, fp32 [F].
 
     The weight is first multiplied by norm_weight [K], the gamma of the norm before the layer, and by `scale` ([K] or
-    []), because the layer's input is divided by `scale`. `kernels/linear/folding.py` also subtracts the mean of each
-    row. Here, this would increase the rounding errors of the small weights of very large channels in large ViTs. If a
-    row scale would be below 2^-100, the row becomes 0 with scale 1: bias / scale in the kernels could overflow.
+    []), because the layer's input is divided by `scale`. Unlike `kernels/linear/folding.py`, the function does not
+    subtract the mean of each row, because this would increase the rounding errors of small weights. A row scale below
+    2^-100 becomes 1, which rounds the row to 0: with a smaller scale, bias / scale could overflow in the kernels.
     """
     folded = weight.double() if norm_weight is None else weight.double() * norm_weight.double()
     folded = folded * scale.double()
