@@ -117,7 +117,7 @@ def attention_varlen_qkvpacked(
 
 
 def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Computes attention to `keys` (None: all) of qkv [B, N, 3, H, D] or packed [total, 3, H, D] or [1, total, ...]."""
+    """Attention to `keys` (None: all) for qkv [B, N, 3, H, D], or packed [total, 3, H, D] or [1, total, 3, H, D]."""
     return _attend([qkv], keys, scale, backend)
 
 
@@ -127,7 +127,7 @@ def _attend(qkv: Sequence[Tensor], keys: Keys | None, scale: float | None, backe
     cu_seqlens, max_seqlen, key_mask = keys or (None, 0, None)
     backend = resolve_backend(backend, first.device, first.dtype)
     runs_kernel = backend == "triton" and not is_exporting()
-    mixed = any(tensor.dtype is not first.dtype for tensor in qkv)  # e.g. a parameter in fp32 under autocast
+    mixed = any(tensor.dtype is not first.dtype for tensor in qkv)  # e.g. under autocast if q is an fp32 parameter
     if mixed or (runs_kernel and (len(qkv) == 3 or first.dtype is not matmul_dtype(first))):  # like SDPA under autocast
         qkv = [tensor.to(matmul_dtype(tensor)) for tensor in qkv]
     if len(qkv) == 1:
@@ -292,7 +292,7 @@ def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_output(qkv: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates the output (laid out like q in `qkv`), its view as [B, H, N_q, D], and the log-sum-exp [B, H, N_q]."""
+    """Allocates the output (shape of q in `qkv`), its view as [B, H, N_q, D], and the log-sum-exp [B, H, N_q]."""
     q = _heads_first(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
     memory = q.new_empty((batch, tokens, heads, head_dim), dtype=dtype)  # the proj layer flattens [H, D] without a copy
@@ -309,7 +309,7 @@ def attention_forward(
     """Returns softmax(scale q k^T) v, and per query log2(sum(exp(scale q k^T))), fp32 [B, H, N_q].
 
     `qkv` contains q, k and v, each [B, H, N, D] or packed [total, H, D], or only the `qkv` of `attention_among`. The
-    output is laid out like q. With out_factor (fp32 [1]), the output is in e4m3 and is multiplied by out_factor first.
+    output has q's shape. With out_factor (fp32 [1]), the output is multiplied by out_factor, then rounded to e4m3.
     """
     q, k, v = _heads_first(qkv)
     out, view, lse = _new_output(qkv, None if out_factor is None else E4M3)
@@ -354,7 +354,7 @@ def attention_gradient(
 
 
 def _flop(qkv: Any, cu_seqlens: Any, key_mask: Any, max_seqlen: int, scale: float) -> int:
-    """Returns the FLOPs of the two matmuls of the forward. For packed sequences, assumes max_seqlen keys per query."""
+    """Returns the matmul FLOPs of the forward; `qkv` contains shapes. Assumes max_seqlen keys per packed query."""
     if cu_seqlens is None:
         max_seqlen = qkv[0][1] if len(qkv) == 1 else qkv[1][2]
     return 4 * math.prod(qkv[0]) * max_seqlen // (3 if len(qkv) == 1 else 1)

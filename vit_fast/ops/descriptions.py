@@ -77,12 +77,12 @@ class Keys(NamedTuple):
 
 
 class BlockTensors(NamedTuple):
-    """The parameters of a block. Absent parameters, and all parameters of an absent half, are None.
+    """The parameters of a block. Absent parameters, and all parameters of an absent half (attention or MLP), are None.
 
     `fold` in `folded.py` folds the norms into the weights, merges the gate into fc1, sets `*_sum`, and sets the fields
     of norms and gate to None. A layer in e4m3 has the reciprocal scale of its input in `*_factor`, and a scale per
     weight row. The row scales of qkv and fc1 are in `*_row_scale`. The row scales of proj and fc2 are multiplied into
-    scale1 and scale2. Because scale1 and scale2 also multiply the bias, the bias is divided by the row scales.
+    scale1 and scale2, which also multiply proj_bias and fc2_bias. Hence, `fold` divides these biases by the row scales.
     """
 
     norm1_weight: Tensor | None = None  # [C]
@@ -103,7 +103,7 @@ class BlockTensors(NamedTuple):
     gate_bias: Tensor | None = None
     qkv_sum: Tensor | None = None  # row sums of the folded weight, fp32 [3 H D]; for RMSNorm a tensor of shape [0]
     fc1_sum: Tensor | None = None
-    inner_weight: Tensor | None = None  # inner norm, which precedes fc2 [F]
+    inner_weight: Tensor | None = None  # [F], inner norm before fc2
     inner_bias: Tensor | None = None
     fc2_sum: Tensor | None = None
     qkv_factor: Tensor | None = None  # fp32 [C], like fc1_factor; proj_factor and fc2_factor are [1]
@@ -128,7 +128,7 @@ class BlockScales(NamedTuple):
 
 
 def interleave(rope: Rope, head_dim: int) -> Rope:
-    """Converts rotary embeddings of layout "half" for a folded qkv weight, where channel j + D/2 follows channel j."""
+    """Converts rotary embeddings of layout "half" for a qkv weight in which `fold` moved channel j + D/2 next to j."""
     cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
     return Rope(cos, sin, rope.prefix, "interleaved_half")
 

@@ -4,8 +4,8 @@ Calls need less host time than with `torch.library.custom_op`, because `dispatch
 directly. The implementation runs through a launch plan (`kernels/plan.py`): later calls with the same signature usually
 replay the recorded launches.
 
-`text_of` encodes constant arguments of an operator as one string argument. Numbers that torch.compile may make SymInts
-must stay separate arguments of the operator.
+`text_of` encodes constant arguments of an operator as one string argument. Numbers that torch.compile may replace by
+SymInts must stay separate arguments of the operator.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def operator(
         fake: Returns empty outputs with the shapes, strides and dtypes of the real outputs.
         flop: Returns the number of FLOPs from the arguments, with shapes in place of tensors.
         save: Maps the list of arguments and the outputs to a pair: tensors and other values that `backward` needs.
-        backward: Maps the gradient of the first output, and the pair from `save`, to the gradients of the leading
-            arguments, counting each tensor of the list. Only the first output is differentiable. If backward is None,
-            differentiating the operator raises an error.
-        cached: Position of a weight, counted in the same way. Every call, also in a compiled graph, looks up the
-            weight's address in `CACHED`. Cached weights whose parameters changed are updated first.
+        backward: Maps the gradient of the first output, and the pair from `save`, to gradients of the first arguments.
+            Each tensor of the list counts as one argument. Only the first output is differentiable. If backward is
+            None, differentiating the operator raises an error.
+        cached: Position of a weight; each tensor of the list counts as one argument. Every call, also in a compiled
+            graph, looks up its address in `CACHED`. If the cached weights are outdated, the call first updates them.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     registered = getattr(torch.ops.vit_fast, name).default
@@ -164,7 +164,7 @@ def register_flop_formulas() -> None:
 
 
 def in_transform() -> bool:
-    """True in torch.func transforms (grad, vjp, jvp, vmap) or forward-mode AD. torch.compile guards on the result."""
+    """True in torch.func transforms (grad, vjp, jvp, vmap) or forward-mode AD."""
     return forward_ad._current_level >= 0 or _in_torch_func()
 
 
@@ -185,7 +185,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 @constant_to_compiler
 def is_exporting() -> bool:
     """True during torch.export or torch.jit.trace, whose results must run without vit-fast's operators."""
-    # torch.compile in torch 2.11 replaces torch.compiler.is_exporting() by True
+    # torch.compile in torch 2.11 replaces torch.compiler.is_exporting() by True, also outside of an export
     return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 
 

@@ -2,8 +2,8 @@
 
 Operators: `vit_fast::qk_norm_rope` and its backward. In a block, `qkv_step` selects a kernel for norms and rotation:
 - The epilogue of the qkv matmul runs norms and rotation if possible. For rotation, all heads must share cos and sin,
-  and the channels of a rotated pair must be adjacent in the matmul's output (`kernels/linear/folding.py`). For norms,
-  `QkNorm.over` must be "head", head_dim 64 or 128, and the dtype half precision, without FP8 and without a backward.
+  and the channels of a rotated pair must be adjacent in the matmul's output (`kernels/linear/folding.py`). Norms
+  require `QkNorm.over` "head", head_dim 64 or 128, fp16 or bf16, and a block without FP8 and without a backward.
 - Otherwise, a separate kernel runs norms and rotation: in place, or into a new tensor if the backward needs the input.
 """
 
@@ -59,7 +59,7 @@ def qk_norm_rope(
 
     Args:
         qkv: Output of the qkv layer [B, N, 3, H, D], or [total, 3, H, D] for packed sequences; fp32, fp16, bf16 or,
-            without triton, fp64.
+            with backends other than triton, fp64.
         qk_norm: Norms of q and k; None means no norm.
         rope: Rotary embeddings; None means no rotation.
         backend: See `attention`. eager and sdpa are identical here.
@@ -111,7 +111,7 @@ def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) 
 def _kernel_settings(
     what: str, head_dim: int, tensors: QkTensors, settings: QkSettings, prefix: int, reasons: Sequence[str] = ()
 ) -> QkvSettings:
-    """Converts operator arguments to `QkvSettings`. Raises UnsupportedInputError for given and new reasons."""
+    """Converts operator arguments to `QkvSettings`. Raises UnsupportedInputError for `reasons` and bad arguments."""
     reasons = [*reasons, *([f"head_dim must be even, got {head_dim}"] if head_dim % 2 else [])]
     for name, tensor in zip(_ARGUMENTS, tensors):
         if tensor is not None and tensor.dtype not in DTYPES:
@@ -232,9 +232,9 @@ def qkv_step(
 ) -> QkvStep:  # fmt: skip
     """Builds a `QkvStep` for images of `tokens` tokens from the results of `operator_arguments`.
 
-    `is_folded` is True if `fold` folded the qkv weight earlier. Layout "half" then means that `fold` did not make the
-    channels of a pair adjacent, and the matmul does not rotate. norm_dtype is the matmul's dtype, or None (in training
-    and FP8) if the matmul must not run the norms.
+    `is_folded` is True if `fold` folded the qkv weight earlier. If layout is also "half", `fold` did not make the
+    channels of a pair adjacent. Therefore, the matmul does not rotate. norm_dtype is the matmul's dtype, or None in
+    training and FP8. If norm_dtype is None, the matmul does not run the norms.
     """
     from ..kernels.matmul.matmul_launch import HeadStep
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
