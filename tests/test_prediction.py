@@ -173,7 +173,7 @@ def test_errors(model: Any, folder: Path, out: Path, monkeypatch: Any, capsys: A
         _predict(model, folder, folder)
     mine.with_name("mine.parts").mkdir()
     mine.with_name("mine.parts").joinpath("notes.txt").touch()
-    with pytest.raises(PredictionError, match="contain the parts of this run"):
+    with pytest.raises(PredictionError, match="because this run saves its progress there"):
         _predict(model, folder, mine)
     for options in (
         ["--workers", "2"], ["--engine", "ray"], ["--out", "x", "--workers", "-1"], ["--out", "x", "--engine", "spark"],

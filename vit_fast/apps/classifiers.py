@@ -42,7 +42,7 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
 def class_names_for(count: int, given: Sequence[str] | None, known: Sequence[str] | None) -> Sequence[str]:
     """Returns the given names, otherwise the names stored with the weights, otherwise "class 0", "class 1", ..."""
     if given is not None and len(given) != count:
-        raise ValueError(f"the model requires {count} class names, got {len(given)} from --classes or the first model")
+        raise ValueError(f"the model requires {count} class names, got {len(given)} from --classes or --weights")
     return given or known or [f"class {i}" for i in range(count)]
 
 
@@ -127,7 +127,7 @@ def labeled_images(folder: Path, classes: int, class_names: Sequence[str] | None
         strangers = ", ".join([repr(name) for name in names if name not in known][:5])
         raise ValueError(
             f"{folder}: must have subfolders named after classes or class indices, or one subfolder per class "
-            f"({classes}), got {len(names)}, among them {strangers}"
+            f"({classes}), got {len(names)}: no class is named {strangers}"
         )
     return [(file, indices[label]) for file, label in images.files]
 

@@ -157,11 +157,11 @@ def predict_to_parquet(
 def _begin(parts: Path, task: str) -> None:
     if (parts / _TASK).is_file():
         if (parts / _TASK).read_text(encoding="utf-8") != task:
-            belongs = "contains parts of a run with another model, class names or images"
+            belongs = "contains results of an interrupted run with another model, class names or images"
             raise PredictionError(f"{parts}: {belongs}: finish that run, or remove the folder")
         return
     if parts.is_dir() and any(not path.name.startswith(".") for path in parts.iterdir()):
-        raise PredictionError(f"{parts}: must be new, empty, or contain the parts of this run: remove the folder")
+        raise PredictionError(f"{parts}: must be empty, because this run saves its progress there: remove the folder")
     with file_aside(parts / _TASK) as aside:
         aside.write_text(task, encoding="utf-8")
 

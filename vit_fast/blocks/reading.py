@@ -99,7 +99,7 @@ class Reader(Inspector):
         elif norm.weight is not None and norm.weight.dim() != 1:
             self.reasons.append(f"{path} must normalize over one axis, got axes of sizes {tuple(norm.weight.shape)}")
         elif eps is None:
-            self.reasons.append(f"{path}.eps must be a number, got None, which depends on the dtype")
+            self.reasons.append(f"{path}.eps must be a number, got None, which selects epsilon by dtype")
         elif getattr(norm, "_fast_norm", False):
             self.reasons.append(
                 f"{path} uses timm's fast norm: call timm.layers.set_fast_norm(False), then create the model again"
@@ -193,7 +193,7 @@ class Reader(Inspector):
             module = self.watch(path)
             if type(module) not in classes:
                 names = [f"the {cls.__qualname__} of {cls.__module__.partition('.')[0]}" for cls in classes]
-                expected = " or ".join(dict.fromkeys(names)) or "absent"
+                expected = " or ".join(dict.fromkeys(names)) or "fused"
                 self.reasons.append(f"{path} must be {expected}, got {describe(module)}")
         return len(self.reasons) == before
 
@@ -269,6 +269,6 @@ def dropout_notes(name: str, p: float) -> list[str]:
 
 def describe(thing: object) -> str:
     if thing is None:
-        return "absent"
+        return "none"
     name = type(thing).__qualname__
     return ("an " if name[:1] in "AEIO" else "a ") + name

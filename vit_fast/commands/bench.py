@@ -92,7 +92,7 @@ def bench(
     else:
         # a time budget may be 0
         if out or any(value is not False and value not in ((), None, "auto", "device") for value in given.values()):
-            message = f"--resume must be the only argument besides --json: {resume} contains the other arguments"
+            message = f"--resume must be the only argument besides --json: {resume} stores the arguments of the run"
             raise ValueError(message)
         journal = Journal.resume(resume)
         try:

@@ -96,7 +96,7 @@ def graph_vision_tower(
     check_type("model", model, nn.Module)
     tower: Any = next((module for module in model.modules() if packed_tower(module) is not None), None)
     if tower is None:
-        reason = f"the model must have a vision tower with token budgets in docs/classes.md, got {type(model).__name__}"
+        reason = f"the model must have a vision tower for token budgets (docs/classes.md), got {type(model).__name__}"
         raise UnsupportedInputError("graph_vision_tower", [reason])
     runner = GraphRunner(tower, budgets=budgets, max_images=max_images, fallback=fallback)
     tower.forward = runner

@@ -236,7 +236,7 @@ def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_
     if not blocks:
         raise UnsupportedInputError(WHAT, [f"{name}: {why}" for name, why in skipped.items()])
     if keep is None and min_agreement is None:
-        kept = {name: dict.fromkeys(own.names_kept(), "saved with the scales") for name, own in scales.items()}
+        kept = {name: dict.fromkeys(own.names_kept(), "selected by an earlier fuse") for name, own in scales.items()}
         return Choice(kept, skipped)
     kept = _kept_by_name(blocks, () if keep is None else keep)
     if min_agreement is None:
@@ -250,7 +250,7 @@ def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_
     for name, layer in required:
         kept[name][layer] = "required by min_agreement"
     count = sum(map(len, images))
-    note = f"top-1 agreement of {agreement:.1%} on {count} calibration images, measured with emulated FP8"
+    note = f"top-1 agreement with the unrounded model: {agreement:.1%} on {count} calibration images, in emulated FP8"
     return Choice(kept, skipped, (note,))
 
 

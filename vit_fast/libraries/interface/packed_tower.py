@@ -80,7 +80,7 @@ class PackedTower(abc.ABC):
             whole, buffer = torch.cat(list(pieces)) if pieces[1:] else pieces[0], buffers[name]
             rows = sum(call.lengths[image] for image in images) // (self.tokens_per_image or 1)
             if whole.shape != (shape := (rows, *buffer.shape[1:])):  # copy_ would broadcast it
-                raise ValueError(f"{name} must have shape {list(shape)} for the given grids, got {list(whole.shape)}")
+                raise ValueError(f"{name} must have shape {list(shape)} for these image sizes, got {list(whole.shape)}")
             buffer[: len(whole)].copy_(whole)
         for name, values in metadata.items():
             pinned = values.pin_memory() if self.like.is_cuda else values

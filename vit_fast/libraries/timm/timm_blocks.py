@@ -36,7 +36,7 @@ class AttentionLayer(FusedModule):
         reader.dropout("attn_drop")
         reader.check_fusible()
         if p := getattr(module.proj_drop, "p", 0.0):
-            reader.notes.append(f"in training, its linear layers run as modules, because proj_drop has p={p}")
+            reader.notes.append(f"in training, its linear layers are not fused, because proj_drop has p={p}")
         return Finding(reader.reasons, reader.notes)
 
     @classmethod

@@ -120,7 +120,7 @@ OTHER_CLASSES: dict[str, type[FusedModule]] = {
 
 # Reasons against fusing other classes, by a pattern of their names
 SKIPPED = {
-    ".*Rope.*Attention.*|.*Attention.*Rope.*": "it uses rotary embeddings",
+    ".*Rope.*Attention.*|.*Attention.*Rope.*": "fuse does not support its rotary embeddings",
     "BeitSdpaSelfAttention": "it adds a relative position bias",
 }
 

@@ -198,7 +198,7 @@ def packed_tower(tower: Any) -> PackedTower | None:
     if {"qwen2_vl", *LIKE_QWEN} & set(type(tower).__module__.split(".")) and hasattr(tower, "patch_embed"):
         form = GridTower
     if form is not None:
-        raise_unsupported("packed vision towers", version_reasons())
+        raise_unsupported("token budgets", version_reasons())
         packed: PackedTower = form(tower)
         return packed
     config, takes = getattr(tower, "config", None), inspect.signature(type(tower).forward).parameters

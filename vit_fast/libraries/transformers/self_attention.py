@@ -69,7 +69,7 @@ class FusedSelfAttention(FusedModule):
     @classmethod
     def examine(cls, module: Any) -> Finding:
         if projections_of(module) is None or first_attribute(module, "scaling", "scale") is None:
-            return Finding(["it must have projections such as q_proj, k_proj and v_proj, and a scaling or scale"])
+            return Finding(["it must have attributes such as q_proj, k_proj and v_proj, and scaling or scale"])
         reasons = []
         biases = ("use_relative_position_bias", "use_shared_relative_position_bias")
         if any(getattr(module.config, name, False) for name in biases):
