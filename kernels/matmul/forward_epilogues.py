@@ -6,13 +6,13 @@
     "gated":             out = act(g) u, half as wide; columns 2j and 2j + 1 of z are g and u (`folding.py`)
     "residual":          out = [residual +] [scale] (acc + bias)
 
-weight_sum contains the sums of the folded weight over K (s in `folding.py`). If a norm of A's rows is folded into B,
-"residual" uses rstd (acc - mean weight_sum) in place of acc. Norms of q and k read unrounded fp32 values.
+weight_sum contains the sums over K of a weight with a folded norm (s in `folding.py`). With such a weight,
+"residual" uses rstd (acc - mean weight_sum) in place of acc. Norms of q and k read z in fp32, before any rounding.
 
 In z, `scale` contains the row scales of an e4m3 weight [N, K]. In "residual", `scale` is LayerScale, times the row
 scales of an e4m3 weight. `bias` must then be divided by the row scales, because `scale` also multiplies `bias`.
 
-`where` is (row, column, M, N): start of a sub-tile, and size of A B. SHAPE is (rows, columns, TMA, stored dtype).
+`where` is (row, column, M, N): start of a sub-tile, size of A B. SHAPE is (sub-tile rows, columns, TMA, stored dtype).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def row_factors(
     row_part_ptr, mean_ptr, rstd_ptr, row, M, K, eps, first_column,
     ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (r, -r * mean): r is rstd, or 0 for a constant row, whose rstd is negative. May store mean and rstd."""
+    """Returns (r, -r * mean): r is rstd, or 0 for a constant row (rstd < 0). Returns (1, 0) if row_part_ptr is None."""
     scale = tl.full((ROWS,), 1.0, tl.float32)
     shift = tl.zeros((ROWS,), tl.float32)
     if row_part_ptr is not None:

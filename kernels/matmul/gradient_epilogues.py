@@ -1,4 +1,4 @@
-"""Backward epilogues of `matmul.py`. acc = A B [scale]; mean and rstd belong to the rows of the LayerNorm's input x:
+"""Backward epilogues of `matmul.py`. acc = A B [scale]; mean and rstd are the statistics of x, the LayerNorm's input:
 
     "activation_grad": h = act(z),  dz = acc act'(z),  out = rstd dz
     "gated_grad":      h = act(g) u (`forward_epilogues.py`); z, dz and out are [M, 2 N]
@@ -8,12 +8,12 @@
 In "activation_grad" and "gated_grad", acc is the gradient of h. These epilogues also store partial sums: dz (z - bias)
 per row, and dz and out * mean per column. Three cases differ from the formulas:
 
-- A norm of h follows (`hidden_norm.py`): acc is the gradient of h^, the normalized h. |rstd of h| (acc - h^ * along),
-  the gradient of h, replaces acc; `along` is the mean of acc h^ over a row. The epilogue stores h^ in place of h.
+- A norm of h follows (`hidden_norm.py`): acc is the gradient of h^, the normalized h. The gradient of h replaces acc:
+  |rstd of h| (acc - h^ * along), where `along` is the mean of acc h^ over a row. The epilogue stores h^, not h.
 - A row of x is constant (rstd < 0, see `layer_norm.py`): "activation_grad" and "gated_grad" use 1 in place of rstd, and
-  "layer_norm_grad" multiplies acc by |rstd|. The row adds 0 to the weight gradient out^T x - sum(out * mean),
-  because x = mean. A factor rstd, about 1 / sqrt(eps), would only multiply the rounding errors of both terms.
-- The input was fp32, so x is the normalized n (`layer_norm.py`): "activation_grad" and "gated_grad" use 1 in place of
+  "layer_norm_grad" multiplies acc by |rstd| instead. The exact weight gradient of such a row is 0, because x = mean.
+  In `out`, a factor rstd, about 1 / sqrt(eps), would only amplify the rounding errors of the weight gradient.
+- The input was fp32. x is then n, the normalized input (`layer_norm.py`); "activation_grad" and "gated_grad" use 1 for
   rstd. "layer_norm_grad" computes out = [residual +] rstd * acc - n * coefficient; coefficient has rstd, not rstd^2.
 
 `where` and SHAPE are as in `forward_epilogues.py`. `linear/gradients.py` explains the formulas.
@@ -31,7 +31,7 @@ from .matmul_tiles import load_rows, load_tile, store_tile, sum_row_parts
 
 @triton.jit
 def activation_row_factors(mean_ptr, rstd_ptr, row, M, ROWS: tl.constexpr):
-    """Returns (rstd, mean) for "activation_grad" and "gated_grad"; see the three cases above."""
+    """Returns (rstd, mean) for "activation_grad" and "gated_grad"; see the last two cases above."""
     rstd = tl.full((ROWS,), 1.0, tl.float32)
     mean = tl.zeros((ROWS,), tl.float32)
     if mean_ptr is not None:

@@ -59,7 +59,7 @@ def _matmul_kernel(
     out,  # [M, N]; "gated": [M, N / 2]; "gated_grad": [M, 2 N], like z; "partial": fp32 [splits, M, N]
     # below, "layer_norm" stands also for "gated", "rotary" and "qk_norm", and "activation_grad" also for "gated_grad"
     z,  # [M, N] or None. "layer_norm" stores the pre-activation, "activation_grad" reads it; "residual" stores acc
-    h,  # [M, N] or None: "activation_grad" stores h (or h^), "layer_norm_grad" stores out in the dtype of a
+    h,  # [M, N] or None. "activation_grad" stores h or the normalized h^; "layer_norm_grad" stores out in a's dtype
     x,  # [M, N] or None. "layer_norm_grad" reads the LayerNorm's input, normalized if it was fp32 (layer_norm.py)
     residual,  # [M, N] or None
     mean_ptr,  # fp32 [M] or None. Forward epilogues store it, gradient epilogues read it (None if x is normalized)
@@ -70,9 +70,9 @@ def _matmul_kernel(
     # of acc, an fp32 vector whose first element is used
     out8,  # [M, N] e4m3 or None: "residual" stores out * out_scale (a reciprocal scale, ptx.py)
     out_scale_ptr,  # fp32 [N] for out8; fp32 [1] if "layer_norm" stores `out` in e4m3; else None
-    row_part_ptr,  # fp32 or None. Forward: LayerNorm statistics of A, [M, 2, PARTS]. Gradients: partial sums of rows,
-    # [M, PARTS], which "activation_grad" stores and "layer_norm_grad" reads
-    out_part_ptr,  # fp32 [M, 2, OUT_PARTS] or None: "residual" and "gated" store LayerNorm statistics of out
+    row_part_ptr,  # fp32 or None. Forward: [M, 2, PARTS], partial LayerNorm statistics of A (row_parts.py).
+    # Gradients: [M, PARTS], partial sums of rows, which "activation_grad" stores and "layer_norm_grad" reads
+    out_part_ptr,  # fp32 [M, 2, OUT_PARTS] or None: "residual" and "gated" store partial LayerNorm statistics of out
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, columns of z]: "activation_grad" stores partial sums of columns
     hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of h if a norm of h follows; else None
     along_ptr,  # fp32 [M], mean over N of h^ * (gradient of h^); None without a norm of h
@@ -89,12 +89,12 @@ def _matmul_kernel(
     # pointers even with TMA
     EARLY: tl.constexpr,
     PARTS: tl.constexpr,  # last dimension of row_part_ptr
-    OUT_PARTS: tl.constexpr,  # last dimension of out_part_ptr: pieces per row of out (row_parts.py)
+    OUT_PARTS: tl.constexpr,  # last dimension of out_part_ptr: pieces of 64 columns per row of out (row_parts.py)
     TIMES: tl.constexpr,  # sub-tiles per piece
     WHOLE: tl.constexpr,  # all pieces have full width
     HEAD: tl.constexpr,  # "rotary", "qk_norm": channels of a head; in "qk_norm" also columns of a sub-tile
     NORM: tl.constexpr,  # of q and k: "layer_norm", "rms_norm" or "none"
-    HALVES: tl.constexpr,  # in norm weights and biases, a rotary pair is j and j + HEAD / 2, not 2j and 2j + 1
+    HALVES: tl.constexpr,  # rotary pairs are (j, j + HEAD / 2) in norm weights and biases; in z always (2j, 2j + 1)
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of the tables: rows, pairs
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
     DEPENDENT: tl.constexpr,  # starts before the previous kernel ends, and prefetches B (ptx.py)

@@ -37,7 +37,7 @@ _LATENCY = 700  # cycles from issuing the loads of a tile of A and B to the arri
 _ISSUE = 3.0  # instructions per cycle in an epilogue: 75 % of the peak of four schedulers
 _DRAIN = 600  # cycles of exposed latency per epilogue: first loads and last stores
 _OVERHEAD = 2500  # cycles from the end of a kernel to the arrival of the next kernel's first loads, in a CUDA graph
-# A warp executes, outside the loop over K, _TILE_INSTRUCTIONS per tile and _INSTRUCTIONS per element of a thread.
+# Outside the loop over K, a warp executes _TILE_INSTRUCTIONS per tile, and _INSTRUCTIONS per element held by a thread.
 _TILE_INSTRUCTIONS = 250
 _INSTRUCTIONS = {
     "layer_norm": 7, "rotary": 18, "qk_norm": 29, "gated": 10, "residual": 2, "activation_grad": 35, "gated_grad": 54,
@@ -55,12 +55,12 @@ class Problem:
     """
 
     gpu: Gpu
-    kind: str  # the `matmul_kind` of the operands
+    kind: str  # of the operands, by `matmul_kind`: "half", "fp8" or "tf32"
     epilogue: str
     tma: bool  # TMA descriptors can describe the operands
     sizes: tuple[int, int, int]  # M, N, K
     itemsize: int  # of A and B
-    instructions: int  # of the epilogue, per element of a thread, counted in SASS of sm_90
+    instructions: int  # of the epilogue, per element that a thread holds, counted in SASS of sm_90
     narrowest: int  # minimum columns of a tile
     largest: int  # maximum elements of a tile
     head: int  # required columns of a sub-tile, for "qk_norm"; 0: any
@@ -284,7 +284,7 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
 
 
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
-    """Returns configurations without TMA. Values without a comment avoid spills. sm_120 has generation "ampere"."""
+    """Returns configurations without TMA. Values without a comment avoid spills. For sm_120, `blackwell` is False."""
     half, hopper, blackwell = kind == "half", generation(arch) == "hopper", generation(arch) == "blackwell"
     grad = epilogue == "activation_grad"
     if epilogue == "gated_grad":
@@ -301,7 +301,7 @@ def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, .
     halves = (blackwell or (grad and not hopper)) if half else arch == "sm_120"
     # without maxnreg, ptxas uses as few as 72 registers, and some kernels spill
     limit = 160 if blackwell and epilogue == "layer_norm" else None
-    # an iteration takes 512 cycles on an A100; a fourth stage leaves a margin for loads that take longer than _LATENCY
+    # an iteration takes 512 cycles on an A100: with 4 stages, loads may take 3 * 512 cycles, about twice _LATENCY
     stages = 4 if half and arch == "sm_80" else 3
     width, depth = 128 if half or hopper else 64, 64 if half and hopper else 32
     wide = MatmulConfig(128, width, depth, sub_tiles=4 if quarters else 2, num_warps=8, num_stages=stages)
