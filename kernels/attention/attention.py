@@ -24,7 +24,7 @@ def problem_of(
 ) -> Problem:  # fmt: skip
     """Returns the input of the launch policy for a call with these tensors.
 
-    For packed inputs, n_q = n_kv is the mean sequence length. `longest` limits it: rows may follow the last sequence.
+    For packed inputs, n_q and n_kv are the mean sequence length, limited to `longest`.
     """
     (batch, heads, n_q, head_dim), n_kv, form = q.shape, k.shape[2], "fixed" if key_mask is None else "masked"
     if sequences is not None:
@@ -48,7 +48,7 @@ def attention_forward(
         o: Output [B, H, N_q, D] in q's dtype, or in e4m3 with o_scale; last stride 1.
         lse: Output: log2(sum(exp(scale q k^T))) per query, fp32 [B, H, N_q], contiguous; +inf for a query without keys.
         scale: Multiplier of q k^T; positive and finite.
-        o_scale: Reciprocal scale of o in e4m3, fp32 [1]; None otherwise.
+        o_scale: For o in e4m3: the reciprocal scale, which multiplies o before rounding, fp32 [1]. None otherwise.
         sequences: cu_seqlens of packed inputs: int32 [S + 1], contiguous, on the device.
         key_mask: Key mask of masked inputs: bool [B, N_kv], False for masked keys; last stride 1.
         longest: Length of the longest packed sequence; affects only the choice of tiles.

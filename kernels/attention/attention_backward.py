@@ -5,13 +5,13 @@ The kernels recompute p = softmax(scale q k^T) per tile as 2^(scale log2(e) q k^
     delta = rowsum(do * o)          ds = p * (do v^T - delta)
     dq = scale ds k                 dk = scale ds^T q                 dv = p^T do
 
-Two kernels avoid atomics: a single program sums each gradient element in a fixed order, so results are deterministic.
-- dq: one program per query tile computes delta, then dq in a loop over key tiles.
-- dkdv: one program per key tile computes dk and dv in a loop over query tiles.
+A single program sums each gradient element in a fixed order, so results are deterministic. There are two kernels:
+- dq: one program per query tile computes and stores delta, then computes dq in a loop over key tiles.
+- dkdv: one program per key tile loads delta and computes dk and dv in a loop over query tiles.
 
-Without packed sequences and key mask, full tiles need no mask, and at most one tile covers the rest. For queries past
-the end, lse is read as +inf, so that p is 0. With TF32, fp32 tiles wider than 64 columns would spill. Therefore, the
-matmuls of such tiles use input precision "ieee".
+For fixed inputs (no packed sequences, no key mask), full tiles need no mask, and at most one tile covers the rest. For
+queries past the end, lse is read as +inf, so that p is 0. The matmuls of fp32 tiles wider than 64 columns use input
+precision "ieee", because their registers would spill with "tf32".
 
 Source: FlashAttention-2, arXiv 2307.08691.
 """
@@ -53,7 +53,7 @@ def _dq_step(
     scores = dot_transposed(qt, kt, PRECISION)  # [BLOCK_M, KEYS]
     p = tl.math.exp2(scores * qk_scale - lse[:, None])
     if MASKED or key_mask is not None:
-        # lse excludes masked keys and keys past the end, so the exp2 of their scores may overflow
+        # lse includes neither masked keys nor keys past the end: for such keys, exp2 may overflow, but p must be 0
         p = tl.where(real_keys(key_mask, start, n_kv, KEYS)[None, :], p, 0.0)
     dp = dot_transposed(dot, vt, PRECISION)
     return dot_add(p * (dp - delta[:, None]), kt, dq, PRECISION)
@@ -84,7 +84,7 @@ def _query_tile(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_bwd_dq_kernel(
-    # x, x_hi: pointers to x, or TMA descriptors of its LO and HI blocks (attention_tiles.py). _a: full tiles, _b: other
+    # q, q_hi: pointers to q, or descriptors of blocks LO and HI (attention_tiles.py). k_a: full tiles; k_b: rest
     q, q_hi, do, do_hi, o, o_hi, dq, dq_hi, k_a, k_a_hi, k_b, k_b_hi, v_a, v_a_hi, v_b, v_b_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # output: fp32 [B, H, N_q], contiguous
@@ -153,7 +153,7 @@ def _dkdv_step(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_bwd_dkdv_kernel(
-    # x, x_hi: pointers to x, or TMA descriptors of its LO and HI blocks (attention_tiles.py). _a: full tiles, _b: other
+    # k, k_hi: pointers to k, or descriptors of blocks LO and HI (attention_tiles.py). q_a: full tiles; q_b: rest
     q_a, q_a_hi, do_a, do_a_hi, q_b, q_b_hi, do_b, do_b_hi, k, k_hi, v, v_hi, dk, dk_hi, dv, dv_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # fp32 [B, H, N_q], contiguous

@@ -6,8 +6,8 @@ Two kernels:
   it never rescales the output.
 - looped: a loop over tiles of BLOCK_N keys with an online softmax.
 
-Without packed sequences and key mask, full tiles of the looped kernel need no mask. At most two power-of-two tiles
-cover the other keys, and only the last tile may need a mask. For other inputs, see `over_tiles` (attention_tiles.py).
+For fixed inputs (no packed sequences, no key mask), full tiles of the looped kernel need no mask. At most two more
+tiles cover the remaining keys; only the last may need a mask. For other inputs, see `over_tiles` (attention_tiles.py).
 
 Both kernels store lse = log2(sum 2^(scale log2(e) q k^T)) for the backward. The factor scale log2(e) multiplies the
 fp32 scores, because multiplying q would round q again.
@@ -59,7 +59,7 @@ def _store_output(target, acc, inverse, o_scale_ptr, start, n_q, ROWS: tl.conste
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_fwd_row_kernel(
-    # x, x_hi: pointers to x, or TMA descriptors of its LO and HI blocks (attention_tiles.py). _a, _b, _c: 3 tile sizes
+    # q, q_hi: pointers to q, or descriptors of blocks LO and HI (attention_tiles.py). k_a, k_b, k_c: k for 3 chunks
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None
@@ -157,7 +157,7 @@ def _online_step(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_fwd_looped_kernel(
-    # x, x_hi: pointers to x, or TMA descriptors of its LO and HI blocks (attention_tiles.py). _a, _b, _c: 3 tile sizes
+    # q, q_hi: pointers to q, or descriptors of blocks LO and HI (attention_tiles.py). k_a: full tiles; k_b, k_c: rest
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None

@@ -25,7 +25,7 @@ _MAX_TILE_ROWS = 256
 def access_of(*tensors: torch.Tensor) -> str:
     """Returns the fastest access that the layout of these tensors [B, H, N, D] allows (see `Problem.access`).
 
-    For "vector", rows of outputs in e4m3 may be aligned to 8 instead of 16 bytes, e.g. with head_dim 72.
+    "vector" requires rows aligned to 16 bytes. For outputs in e4m3, 8 bytes suffice, e.g. with head_dim 72.
     """
     if all(map(tma_allows, tensors)):
         return "tma"
@@ -78,7 +78,7 @@ def looped_launch(
     config: ForwardConfig | BackwardConfig, args: Mapping[str, Any], sequences: torch.Tensor | None,
     key_mask: torch.Tensor | None, tails: int = 1, constants: Mapping[str, Any] | None = None,
 ) -> Launch:  # fmt: skip
-    """Returns a `tiled_launch` with a loop over full tiles of `streamed`, then at most `tails` tiles for the rest."""
+    """Returns a `tiled_launch` that loops over full tiles of `streamed`; at most `tails` tiles cover the rest."""
     block, step = (config.block_m, config.block_n) if "q" in own else (config.block_n, config.block_m)
     length, fixed = next(iter(streamed.values())).shape[2], sequences is None and key_mask is None
     rest = length % step if fixed else 0
@@ -116,7 +116,7 @@ def tiled_launch(
         args |= _tile_arguments(name, tensor, block, tma and fixed)
     for name, tensor in streamed.items():
         for letter, piece in zip("abc", pieces):
-            last = letter == "b" and not fixed  # the last tile of a sequence
+            last = letter == "b" and not fixed  # pointers, for the masked loads of `over_tiles`
             args |= _tile_arguments(f"{name}_{letter}", tensor, block if last else piece, tma and not last)
     for name, tensor in tensors.items():
         args |= {f"{name}_stride_{axis}": tensor.stride(i) // align for i, axis in enumerate("bhn")}

@@ -16,8 +16,8 @@ MAX_ROW_KEYS = 256
 MIN_BLOCK = 16
 _SMALL_AMPERE = ("sm_86", "sm_89")  # without maxnreg, ptxas gives some kernels so few registers that they spill
 SHORT = 64  # tokens, e.g. a window of Qwen2.5-VL; for up to 64 tokens, tiles of 128 would be at least half empty
-# (largest chunk, maximum number of chunks) of the row kernel; the first pair is the default. Each pair can cover
-# MAX_ROW_KEYS keys, because a tuned entry applies to all lengths up to MAX_ROW_KEYS.
+# (largest chunk, maximum number of chunks) of the row kernel; the first pair is the default. A tuned entry applies to
+# all lengths up to MAX_ROW_KEYS. Therefore, each pair must be able to cover MAX_ROW_KEYS keys.
 ROW_CHUNKS = ((128, 3), (128, 2), (256, 1))
 
 
@@ -175,14 +175,14 @@ def _dkdv_of_sequences(problem: Problem, config: BackwardConfig) -> BackwardConf
     if width >= 80 and problem.generation == "ampere" and problem.form == "masked":
         config = replace(config, block_m=16)
     if width == 80 and (problem.arch == "sm_80" if half else problem.arch in _SMALL_AMPERE):
-        config = replace(config, block_m=16)  # tiles of 32 queries spill; in half precision, only with triton 3.6
+        config = replace(config, block_m=16)  # tiles of 32 queries spill (in half precision only with triton 3.6)
     if width == 128 and problem.generation == "hopper" and config.tma:
         config = replace(config, block_m=64, num_warps=8)
     return config
 
 
 def _tiles_per_program(problem: Problem, config: ForwardConfig) -> int:
-    """Returns query tiles per program: config.tiles, or fewer if there are under four programs per multiprocessor."""
+    """Returns query tiles per program: config.tiles, halved while there are under four programs per multiprocessor."""
     tiles = -(-problem.n_q // config.block_m)
     per_program = config.tiles
     # with a single query tile per program, the row kernel spills on ampere
@@ -203,8 +203,8 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
     # with more columns, or with more keys (including padding), the row kernel spills
     most_columns, most_keys = 80 if tma else 64, 208 if generation == "ampere" else MAX_ROW_KEYS
     keys = sum(cover(problem.n_kv, 128, 3))
-    # If the row kernel needs over 49 of 100 KB shared memory, only one program fits per multiprocessor. Of the looped
-    # kernel, three programs fit: one can compute while two load.
+    # If the row kernel needs over 49 of 100 KB shared memory, only one program fits per multiprocessor. Three programs
+    # of the looped kernel fit: one can compute while the other two load.
     alone = problem.arch in ("sm_86", "sm_89", "sm_120") and width * (4 * keys + 128) > 49 * 1024
     if generation == "ampere" and (problem.n_q <= 64 or alone) and 128 < keys <= most_keys and width <= most_columns:
         # up to 64 queries (attention pooling) are a single tile, for which the row kernel spills (_tiles_per_program)
@@ -221,7 +221,7 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         # tiles of 128 queries spill
         return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=2)
     if generation == "ampere" and width == 48 and problem.arch != "sm_80":
-        # with 168 registers per thread, 3 programs of 4 warps fit, but only one of 8; two need maxnreg=128, and spill
+        # 168 registers per thread allow 3 programs of 4 warps, or 1 of 8 warps; 2 of 8 warps would spill (maxnreg=128)
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if generation == "ampere":
         # without maxnreg, ptxas uses 170 registers for 48 columns, and only one program fits per multiprocessor

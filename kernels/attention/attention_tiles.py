@@ -9,9 +9,9 @@ Inputs come in three forms:
   key. The output of a query without keys is 0, as in torch's scaled_dot_product_attention.
 
 A program processes tiles of BLOCK rows. For packed inputs, `sequences` is on the device, so the host does not know the
-number of tiles. The host launches an upper bound per head: total // BLOCK + S + 1 slots (programs of one tile). The
-slots of sequence i start at sequences[i] // BLOCK + i; superfluous slots do nothing. Each program searches `sequences`
-for the sequence of its slot.
+number of tiles. The host launches enough slots (programs of at most one tile) per head: total // BLOCK + S + 1. The
+slots of sequence i start at sequences[i] // BLOCK + i, so that each sequence has enough slots for its tiles.
+Superfluous slots do nothing. Each program searches `sequences` for the sequence of its slot.
 
 A tile holds ROWS rows of one head, [ROWS, D]. Triton's blocks have power-of-two sizes. A tile is therefore a tuple of
 one or two blocks, LO and HI columns wide (80 = 64 + 16). One block of 128 columns would need more loads and MMAs.
@@ -20,7 +20,7 @@ Related arguments are grouped:
 
 - source, target: (lo, hi, image, head, stride of images, stride of heads, stride of rows) of a tensor [B, H, N, D] with
   last stride 1. With TMA, lo and hi are descriptors of the blocks. Without TMA, lo points to the tensor and hi is not
-  used. Strides are in units of ALIGN elements, because this constant shows the compiler that rows are aligned.
+  used. Strides are in units of ALIGN elements: the constant factor ALIGN shows the compiler the alignment.
 - FORM: (D, LO, HI, WIDE, ALIGN). HI is 0 if there is no second block. WIDE: offsets within a tile need int64.
 """
 
@@ -43,9 +43,9 @@ def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
 
 @triton.jit
 def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
-    """Returns (start, begin, end, others_end) of a slot: first row of the tile, begin and end of the sequence.
+    """Returns (start, begin, end, others_end): first row of the tile, begin and end of the sequence, end of the loop.
 
-    Query tiles loop over keys begin .. others_end, key tiles over queries; after the last sequence, over nothing.
+    Query tiles loop over keys begin .. others_end, key tiles over queries. After the last sequence, the loop is empty.
     """
     stride = tl.cdiv(n_sequences + 1, _WAYS)
     index = tl.arange(0, _WAYS) * stride
@@ -228,7 +228,7 @@ def dot_transposed(a, b, PRECISION: tl.constexpr = _TF32):
 
 @triton.jit
 def dot_add(weights, tile, acc, PRECISION: tl.constexpr = _TF32):
-    """Returns acc + weights @ tile, with `weights` rounded to the dtype of `tile`; blocks of `acc` may be None (0)."""
+    """Returns acc + weights @ tile, with `weights` rounded to the dtype of `tile`; None in `acc` stands for 0."""
     weights = weights.to(tile[0].dtype)
     lo = tl.dot(weights, tile[0], acc[0], input_precision=PRECISION)
     if len(tile) > 1:
@@ -245,9 +245,9 @@ def over_tiles(
 ):  # fmt: skip
     """Calls `step` for each tile of rows begin .. end of two streamed tensors; returns the final `state`.
 
-    For fixed inputs, a tile of TAIL rows (none if 0) follows the full tiles. For packed and masked inputs with TMA, the
-    last, partial tile is loaded through masked pointers. TMA would also load rows past `end`. A NaN in such rows
-    would spread, as 0 * NaN = NaN. Without TMA, one loop masks all tiles of these inputs, as two loops would spill.
+    For fixed inputs, the full tiles (if FULL) are followed by a tile of TAIL rows (if TAIL > 0). For packed and masked
+    inputs with TMA, the last, partial tile is loaded through masked pointers. TMA would also load rows past `end`. A
+    NaN there would spread, as 0 * NaN = NaN. Without TMA, one loop masks all tiles of these inputs: two would spill.
 
     Args:
         step: Function (first, second, start, end, shared, state, ROWS, FORM, TMA, MASKED, FIRST) that returns the new
