@@ -6,9 +6,9 @@ The first call with a signature runs the function, the second call also records 
 The signature consists of the function, `torch.backends.cuda.matmul.fp32_precision`, and the arguments. A tensor is
 represented by its shape, strides, dtype, device and alignment. The launches must depend only on the signature.
 
-A plan contains the compiled kernels, their grids and their arguments. It numbers its values: inputs, buffers (tensors
-that the function allocates), and results of torch operators. It stores an address as a number and an offset in bytes.
-A replay allocates the buffers and launches the kernels on the current stream.
+A plan contains the compiled kernels, their grids and their arguments. Its values are the inputs, buffers (tensors that
+the function allocates), and results of torch operators. The values are numbered. An address is stored as the number of
+a value and an offset in bytes. A replay allocates the buffers and launches the kernels on the current stream.
 
 The function may allocate tensors, create views, launch kernels and call torch operators. A replay repeats the calls of
 torch operators. A function that, e.g., uses a global tensor or returns a number has no plan and runs in every call.
@@ -39,7 +39,7 @@ from .plan_steps import At, Base, LaunchPlan, PlannedLaunch, Step, TorchCall, Un
 MAX_PLANS = 2048
 MAX_SEEN = 16384
 _plans: dict[tuple[Any, ...], LaunchPlan | None] = {}  # None: cannot be planned
-_seen: set[int] = set()  # hashes of signatures that ran once; a hash collision only records a plan one call early
+_seen: set[int] = set()  # hashes of signatures that ran once; if hashes collide, the first call already records a plan
 _UNSEEN: Any = object()
 _INTERPRETED = is_interpreted()
 
@@ -131,17 +131,17 @@ class _Value:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records torch operators below autograd while the mode is active, and the launches passed to `record_launch`."""
+    """Records the torch operators that run while the mode is active, and the launches passed to `record_launch`."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.complete = True  # False if a launch had no `Ready`
+        self.complete = True  # False if `record_launch` got no `Ready` (compiled kernel) for a launch
         self._device = inputs[0].device if inputs else torch.device("cpu")
         self._values: list[_Value] = []
         self._steps: list[Step] = []
         self._addresses: list[At] = []
         self._kernels: dict[int, Any] = {}
-        # tensor object -> (number, start address) of its value; an address is no key: values may have equal addresses
+        # tensor object -> (number, start address) of its value; not keyed by address: two values may have the same
         self._places: Any = WeakIdKeyDictionary()
         self._inputs = len(inputs)
         self._failed = not inputs or any(tensor.device != self._device for tensor in inputs)
@@ -264,7 +264,7 @@ class _Recorder(TorchDispatchMode):
         return LaunchPlan(self._device, buffers, list(zip(self._steps, drops)), tuple(returned), single, kernels)
 
     def _arrange(self, outputs: Sequence[View]) -> tuple[dict[int, At], tuple[Any, ...]]:
-        """Returns {recorded number: At(number in the plan, offset)}, and (shape, stride, dtype) of each buffer."""
+        """Returns {recorded number: At(number in the plan, offset)}, and (shape, stride, dtype) of each allocation."""
         spans: dict[int, tuple[int, int]] = {}  # value -> indices of the first and last steps that use it
         as_tensor = {view.at.value for view in outputs}
         for position, step in enumerate(self._steps):

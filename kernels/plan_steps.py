@@ -97,9 +97,9 @@ class PlannedLaunch:
         self._launch, noted, encoders = _intercept(ready.compiled, grid, values)
         self._front: tuple[Any, ...] | None = None
         self.arguments: list[Any] = []  # tuples that contain addresses are flattened
-        self._tuples: list[slice] = []  # slices of `arguments` to pass as tuples, last first
+        self._tuples: list[slice] = []  # slices of `arguments` to pass as tuples; last first: a tuple shortens the list
         if isinstance(noted[-1], list | tuple):  # triton 3.7 passes kernel arguments as one sequence
-            # in every launch, its C function flattens tuples and drops constants; to save time, do so once, here
+            # The C function flattens tuples and drops constants in every launch. To save time, do so once, here.
             kinds = nvidia.expand_signature(
                 ready.compiled.src.signature.values(), ready.compiled.metadata.tensordesc_meta
             )

@@ -110,7 +110,7 @@ def compile_all(requests: Sequence[Request], progress: Progress | None = None) -
     """
     compiled = here = 0
     tell = progress if progress is not None else lambda done, total: None
-    for request in requests:  # compile here until a kernel was not cached and enough remain for several processes
+    for request in requests:  # start other processes only once a kernel was not cached and enough kernels remain
         if compiled and _processes(len(requests) - here) > 1:
             break
         compiled += request.compile()
@@ -165,7 +165,7 @@ def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
 def serve() -> None:
     """Compiles requests from stdin, one per line. Replies on stdout, a pipe that several processes share.
 
-    A reply is a line: true (compiled), false (cached), or an error. Lines shorter than PIPE_BUF are written atomically.
+    A reply is a line: true (compiled), false (cached), or an error. Lines shorter than PIPE_BUF do not interleave.
     """
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # redirects stdout to stderr, because compilers may print to stdout

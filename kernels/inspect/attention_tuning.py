@@ -26,7 +26,7 @@ from ..launch import Launch
 
 Config = ForwardConfig | BackwardConfig
 
-# (batch, tokens, heads, head_dim) of ViTs. Of shapes with one `Problem.shape_class`, the table stores the last result.
+# (batch, tokens, heads, head_dim) of ViTs. For shapes of equal `Problem.shape_class`, only the last result is stored.
 SHAPES = (
     (256, 197, 12, 64), (64, 577, 16, 64), (64, 256, 16, 80), (64, 257, 16, 80), (32, 256, 16, 72), (32, 729, 16, 72),
     (64, 197, 12, 32), (64, 577, 12, 128),
@@ -68,7 +68,7 @@ def candidates(task: Task) -> Iterator[Config]:
 def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, float]:
     """Returns the fastest configuration whose output matches the output of the default, and its time in ms.
 
-    `measure` returns the time of a launch in ms. Candidates that raise an exception are skipped.
+    `measure` returns the time of a launch in ms. Candidates that raise an exception are skipped; the default must run.
     """
     times: dict[Config, float] = {}
     expected: list[torch.Tensor] = []

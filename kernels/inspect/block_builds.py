@@ -39,7 +39,7 @@ _DTYPES = {
 
 _MLP, _ATTENTION = {"halves": ("mlp",)}, {"halves": ("attention",)}
 _HEADS72, _HEADS128 = {"head_dim": 72, "heads": 16}, {"head_dim": 128, "heads": 6}
-# (name, keys of `_DTYPES`, arguments of `_block`). "first" is no argument: it limits each matmul to one configuration.
+# (name, keys of `_DTYPES`, arguments of `_block`). With "first", only the first configuration is built.
 _BLOCKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("gelu", "bf16 fp32 autocast", {}),
     ("gelu alone", "fp16", {**_MLP, "first": True}),
@@ -62,8 +62,8 @@ _BLOCKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("rms_norm of 25x128", "bf16 fp32",
      {**_ATTENTION, "head_dim": 128, "heads": 25, "qk_norm": "rms_norm", "over": "width", "first": True}),
 )  # fmt: skip
-_CORE = ("bf16 gelu", "bf16 gelu, training", "fp8 gelu")  # names of calls with core builds (`Build.core`)
-_SPLIT = ("bf16 gelu", "fp32 gelu", "fp8 gelu")  # names of calls whose residual matmuls are also built with split-K
+_CORE = ("bf16 gelu", "bf16 gelu, training", "fp8 gelu")  # names in `_calls` with core builds (`Build.core`)
+_SPLIT = ("bf16 gelu", "fp32 gelu", "fp8 gelu")  # names in `_calls` whose proj and fc2 are also built with split-K
 _ALL = ("qkv", "proj", "fc1", "fc2")
 # Arguments of `_fp8_block` by name.
 _FP8_BLOCKS: dict[str, dict[str, Any]] = {
@@ -169,7 +169,7 @@ def _calls(arch: str) -> Iterator[tuple[str, torch.dtype, bool, _Call]]:
 
 
 class _Configurations:
-    """Replaces the launch policy: returns entry `number` of a matmul's table, or the last entry of a shorter table.
+    """Replaces the launch policy: chooses configuration `number` of a matmul's table, or the last of a shorter table.
 
     `splits` adds configurations of split-K to the tables of matmuls that the policy may split along K.
     """

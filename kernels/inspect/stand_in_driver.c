@@ -88,7 +88,7 @@ CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdevi
   return CUDA_SUCCESS;
 }
 
-/* ---- modules: a module is its only function, stored as a name and a limit of shared memory ---- */
+/* ---- modules: each contains one function, stored as its name and its limit of shared memory ---- */
 
 typedef struct {
   char name[128];
@@ -195,8 +195,8 @@ static unsigned swizzle_bytes(CUtensorMapSwizzle swizzle) {
   return swizzle == CU_TENSOR_MAP_SWIZZLE_32B ? 32 : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64 : 128;
 }
 
-/* Returns the first rule that a map breaks, or NULL. Strides need not grow from inner to outer dimensions,
- * although they do in the example in cuda.h: in [B, H, N, D] views of packed qkv, N has a larger stride than H. */
+/* Returns the first rule that a map breaks, or NULL. An inner dimension may have a larger stride than an outer one:
+ * in [B, H, N, D] views of packed qkv, N has a larger stride than H. */
 static const char *broken_rule(const CUtensorMap *map, unsigned size, unsigned rank, const void *address,
                                const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
                                const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle) {
@@ -238,7 +238,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
   const char *rule = broken_rule(map, size, rank, address, dims, strides, box, steps, interleave, swizzle);
   stand_in_descriptors++;
   memset(map, 0, sizeof *map);
-  if (rule == NULL) { /* store the description for tests/emulator: the address, and 15 words for the rest */
+  if (rule == NULL) { /* store the arguments in the 16 words of the map, where tests/emulator reads them */
     map->opaque[0] = (cuuint64_t)address;
     map->opaque[1] = (cuuint64_t)type << 32 | rank << 16 | swizzle << 8 | fill;
     for (unsigned i = 0; i < rank; i++)
