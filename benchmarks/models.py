@@ -202,7 +202,7 @@ def _of_weights(source: str, img_size: Size | None) -> Model:
     model = vit_fast.load(source, backend="sdpa")
     name = Path(source).name if Path(source).exists() else source
     if img_size not in (None, model.config.image_hw):
-        raise ValueError(f"--img-size must be {model.config.image_hw}, the size of the weights {name}, got {img_size}")
+        raise ValueError(f"--img-size must be {model.config.image_hw}, the image size of {name}, got {img_size}")
     weights = {key: tensor.float() for key, tensor in model.state_dict().items()}
     return dataclasses.replace(describe_vit(name, model.config, model.data_config, weights), source=source)
 

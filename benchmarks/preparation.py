@@ -43,9 +43,9 @@ MAX_CHECKED_IMAGES = 8
 ONNX_TOLERANCE = 0.01
 LEARNING_RATE = 1e-6
 RULE = (  # in words, for the record
-    f"error against eager in fp64 <= {FORWARD_FACTOR} x (gradients: {GRADIENT_FACTOR} x) eager's error in that dtype + "
-    f"eps(dtype) / 2 x the size of the output; error and size are root mean squares and, with {NOISE:g} more allowed, "
-    f"largest magnitudes; checked on up to {MAX_CHECKED_IMAGES} images of the batch; all outputs must be finite"
+    f"error <= {FORWARD_FACTOR} x eager's error in the same dtype (gradients: {GRADIENT_FACTOR} x) + eps(dtype) / 2 x "
+    f"size of the output; an error is the difference from eager in fp64; the rule must hold for root mean squares and "
+    f"largest magnitudes (+ {NOISE:g}), on up to {MAX_CHECKED_IMAGES} images of the batch; all outputs must be finite"
 )
 
 
@@ -213,7 +213,7 @@ def prepare(
         status = "out of memory" if measuring.is_out_of_memory(error) else "failed"
         reason = describe_error(error)
         if any(sign in reason for sign in ("No available kernel", "No viable backend")):
-            status, reason = "unsupported", "torch has no such attention kernel on this device"
+            status, reason = "unsupported", "this attention kernel of torch does not support the device, dtype or shape"
     return None, make_row(group, candidate, status, reason)
 
 

@@ -281,7 +281,7 @@ def _warnings(first: Record, second: Record, drift: float, pairs: list[Row]) -> 
     if first["configuration"]["images"] != second["configuration"]["images"]:
         warnings.append("images differ")
     if drift > 0.01:
-        warnings.append(f"matmul or copy speed differs by {drift:.1%}: smaller differences cannot be measured")
+        warnings.append(f"the machine's matmul or copy speed differs by {drift:.1%}, which hides smaller differences")
     if any(pair["verdict"] == clock.UNKNOWN for pair in pairs):
         warnings.append(f"some pairs cannot be ranked; {clock.QUIET_RUN}")
     return warnings

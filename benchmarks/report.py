@@ -134,7 +134,7 @@ def remarks(record: Record) -> list[str]:
         elif resolution > UNRANKABLE:
             lines.append(f"{title}: cannot be ranked: repeated timings differed by {resolution:.0%}; {QUIET_RUN}")
         else:
-            lines.append(f'{title}: resolution {resolution:.1%}; "=" marks smaller differences')
+            lines.append(f'{title}: "=" marks differences below {resolution:.1%}, the resolution of the timings')
         lines += [f"{title}: DEFECT: {label(row)} at {row['defect']}" for row in rows if row["defect"]]
         for row in rows:
             name = " ".join(map(str, (row["model"], row["dtype"], *row["img_size"][:1], row["candidate"])))
@@ -290,7 +290,7 @@ def sections(record: Record) -> Iterator[str | list[str] | Table]:
     if notes := not_measured(record):
         yield "Not measured:"
         yield notes
-    yield f"Reproduce with `{command(record)}`, or one row with its model, dtype, batch and candidate."
+    yield f"Reproduce with `{command(record)}`; for one row, pass only its model, dtype, batch and candidate."
 
 
 def _plain(value: object) -> str:

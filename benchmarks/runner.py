@@ -130,7 +130,7 @@ class _Run:
             problem = make_problem(group, self.configuration.images)
         except Exception as error:  # e.g. a dtype that an operator does not support
             status: Status = "out of memory" if is_out_of_memory(error) else "failed"
-            self._refuse(group, candidates, status, f"reference: {describe_error(error)}")
+            self._refuse(group, candidates, status, f"in the reference: {describe_error(error)}")
             return
         prepared: dict[str, Prepared] = {}
         for candidate in candidates:
@@ -198,7 +198,7 @@ class _Run:
             if name in timings:
                 records.add_timing(ready.row, timings[name], group)
             else:
-                ready.row.update(status=otherwise, reason="too few repeats")
+                ready.row.update(status=otherwise, reason="timing ended after too few repeats")
             self.journal.add("row", ready.row)
 
     def _end_s(self, group: Group) -> float:

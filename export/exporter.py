@@ -207,9 +207,9 @@ def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel, who
     new_operator = "the Attention operator needs TensorRT 10.14 or newer: for older versions, export with opset 22"
     no_data_config = "the model has no data_config: pass data_config to store the preprocessing in the metadata"
     few_images = (
-        f"the outputs were compared on few images (files: {whole}) and crops of them: pass "
-        f"{MIN_HELD_OUT + CALIBRATION_IMAGES} or more as `calibration` (--calibrate), or in Python {MIN_HELD_OUT} or "
-        f"more as `images`"
+        f"the outputs were compared on few whole images ({whole}) and crops of them: pass "
+        f"{MIN_HELD_OUT + CALIBRATION_IMAGES} or more as `calibration` (--calibrate), of which {CALIBRATION_IMAGES} "
+        f"only calibrate, or in Python {MIN_HELD_OUT} or more as `images`"
     )
     warnings = [
         *((not fusion.complete, f"not fully fused: {fusion.line()}") for fusion in report.fusions),

@@ -184,7 +184,7 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
     with vit.exporting("sdpa", options.dynamic_size), _quiet(), torch.no_grad():
         model = _to_onnx(_Exported(vit, options).eval(), vit, options)
     if (written := model.opset_imports.get("")) != options.opset:  # torch cannot always lower the opset
-        raise UnsupportedInputError(f"opset {options.opset}", [f"torch wrote opset {written} instead"])
+        raise UnsupportedInputError(f"opset {options.opset}", [f"torch wrote opset {written} instead: pass {written}"])
     for node in model.graph.all_nodes():
         if node.op_type == "Resize":  # before onnxscript 0.7.2, these attributes do not match torch
             if node.attributes.get_int("antialias", 0):
@@ -247,9 +247,9 @@ def optimize(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
     if options.target == "ort-cuda":
         fuse_skip_layer_normalization(model)
     common_passes.RemoveUnusedNodesPass()(model)
-    skip_note = "the last LayerNorm follows pooling, or a block has another residual structure"
+    skip_note = "only an addition directly before a LayerNorm is fused"
     wanted = [
-        (options.attention, vit.attentions, "attention with a mask or of another function is not fused"),
+        (options.attention, vit.attentions, "only scaled_dot_product_attention without a mask is fused"),
         ("BiasGelu" if options.targets_ort else None, vit.depth, "only exact GELU after a bias is fused"),
         ("SkipLayerNormalization" if options.target == "ort-cuda" else None, 2 * vit.depth, skip_note),
     ]

@@ -52,7 +52,7 @@ class ExportOptions:
             (bf16 and self.target == "ort-cpu", "ONNX Runtime's CPU provider has no Conv, MatMul or norms in bf16"),
             (bf16 and self.opset < BF16_OPSET, f"opset must be at least {BF16_OPSET} for bf16 Conv"),
             (fp8 and self.targets_ort, f"target must be one of generic, tensorrt for fp8, got {self.target}"),
-            (no_half_scales, f"opset must be at least {HALF_SCALES_OPSET} for scales in fp16"),
+            (no_half_scales, f"opset must be at least {HALF_SCALES_OPSET} for quantization scales in fp16"),
             (self.dynamic_size and self.preprocess, one_size),
         ]
         if reasons := [reason for applies, reason in conflicts if applies]:

@@ -129,9 +129,9 @@ def quantize(
         found = fewest_excluded(order, lambda some: loss(tuple(some)).acceptable(MARGIN), most)
         if found is None:
             raise QuantisationError(
-                f"{options.precision} with {most} of {len(matmuls)} MatMuls in float: the rms error must be at most "
-                f"{MARGIN * RMS:g}, confident predictions may change on at most {MARGIN * FLIPS:.1%} of the images, "
-                f"got {loss(tuple(order[:most])).line()}"
+                f"{options.precision} changes outputs too much, even with {most} of {len(matmuls)} MatMuls in float: "
+                f"the rms error must be at most {MARGIN * RMS:g}, and confident predictions may change on at most "
+                f"{MARGIN * FLIPS:.1%} of the images, got {loss(tuple(order[:most])).line()}"
             )
         excluded = found
     return written(excluded), Quantized(len(matmuls) - len(excluded), tuple(matmul.name for matmul in excluded))
@@ -170,7 +170,7 @@ def observe(model: ir.Model, readers: Readers, batches: Sequence[np.ndarray]) ->
         for name, array in zip(values, arrays):
             for image in array.astype(np.float32):  # [N, C], or by head
                 if not observers[name].add(image.reshape(-1, image.shape[-1])):
-                    raise CalibrationError(f"{name} must be finite on all calibration images, got infinity or NaN")
+                    raise CalibrationError(f"activation {name} must be finite for calibration, got infinity or NaN")
     return {name: observer.seen() for name, observer in observers.items()}
 
 

@@ -52,7 +52,7 @@ class Quantized:
     in_float: tuple[str, ...]
 
     def line(self) -> str:
-        kept = f"; in float, to limit the loss: {', '.join(self.in_float)}" if self.in_float else ""
+        kept = f"; in float, to limit the error: {', '.join(self.in_float)}" if self.in_float else ""
         return f"{self.matmuls} MatMuls{kept}"
 
 
@@ -74,7 +74,7 @@ class Check:
         return bool(self.rms_error <= margin * RMS and self.flips <= margin * FLIPS * self.images)
 
     def title(self) -> str:
-        return f"{self.images} of {'x'.join(map(str, self.image_hw))}, batch {self.batch}"
+        return f"{self.images} images of {'x'.join(map(str, self.image_hw))}, batch {self.batch}"
 
     def line(self) -> str:
         same = "" if self.top1_agreement is None else f"top-1 agreement {self.top1_agreement:.1%}, "

@@ -111,7 +111,7 @@ def test_a_function_returns_a_model(folder: Path) -> None:
         ("--models vit_test --batch-sizes 0", "--batch-sizes must be >= 1, got 0"),
         ("--batch-sizes 1,x", "1,x"),
         ("--latency --batch-sizes 1,8", "must be 1 or absent with --latency"),
-        ("--batch-sizes 99999999999", "it needs at least"),
+        ("--batch-sizes 99999999999", "batch size 99999999999 needs at least"),
         ("--resume folder --train", "must be the only argument"),
         ("--models vit_test --device toaster", "toaster"),
         ("--data host --device cpu", "got host"),

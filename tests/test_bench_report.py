@@ -87,7 +87,7 @@ def test_the_text_names_resolution_defects_and_what_was_not_measured(record):
     title = "vit_tiny_patch16_224, fp32, batch"
     for line in (
         "- BUSY: load 7.5",
-        f'- {title} 1, 224x224: resolution 3.1%; "=" marks smaller differences',
+        f'- {title} 1, 224x224: "=" marks differences below 3.1%, the resolution of the timings',
         f"- {title} 8, 224x224: cannot be ranked: repeated timings differed by 34%; to reduce noise",
         "DEFECT: timm at 1.25x the matmul ceiling of this run",
         f"- optimized: unsupported: no result ({title} 1, 224x224)",

@@ -46,7 +46,7 @@ def model() -> nn.Module:
         ({"precision": "bf16", "target": "ort-cpu"}, UnsupportedInputError, "CPU provider has no Conv"),
         ({"precision": "bf16", "opset": 21}, UnsupportedInputError, "opset must be at least 22 for bf16 Conv"),
         ({"precision": "fp8", "target": "ort-cpu"}, UnsupportedInputError, "target must be .* for fp8, got ort-cpu"),
-        ({"precision": "fp8", "opset": 18}, UnsupportedInputError, "opset must be at least 19 for scales in fp16"),
+        ({"precision": "fp8", "opset": 18}, UnsupportedInputError, "opset must be at least 19 for quantization scales"),
         ({"validation": "absent"}, FileNotFoundError, "absent"),
         ({"validation": ".", "output": "features"}, UnsupportedInputError, "must output classes, got features"),
         ({"data_config": {"sharpness": 1}}, ValueError, "sharpness"),

@@ -66,7 +66,7 @@ def test_a_card_of_damaged_metadata(exported: Any, tmp_path: Path) -> None:
 def test_a_card_of_former_field_names(exported: Any, tmp_path: Path) -> None:
     facts = json.dumps({"products": 7, "kept": ["head"], "methods": {}})
     card = write_card(with_metadata(exported("plain"), tmp_path / "m.onnx", "eight_bit", facts))
-    assert "7 MatMuls; in float, to limit the loss: head" in card.read_text()
+    assert "7 MatMuls; in float, to limit the error: head" in card.read_text()
 
 
 def test_names_in_a_file_are_text(exported: Any, tmp_path: Path) -> None:

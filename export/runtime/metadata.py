@@ -78,11 +78,11 @@ def _unsafe(folder: Path, location: str, fields: dict[str, str]) -> str:
         return "is not a file name inside the model's folder"
     target = folder / location
     if any(step.is_symlink() for step in (target, *target.parents) if step.is_relative_to(folder) and step != folder):
-        return "is reached through a symbolic link"
+        return "is reached through a symbolic link: replace the link by a copy"
     if not target.is_file():
         return "does not exist" if not target.exists() else "is not a regular file"
     if target.stat().st_nlink > 1:
-        return "is a hard link: the file has another name elsewhere"
+        return "has more than one hard link: replace it by a copy"
     try:
         needed = int(fields.get("offset", 0)) + int(fields.get("length", 0))
     except ValueError:
@@ -256,8 +256,8 @@ def read_signature(info: OnnxInfo) -> Signature:
     if len(info.inputs) != 1 or entry["dtype"] not in DTYPES or len(entry["shape"]) != 4:
         got = "; ".join(f"{entry['name']} {entry['dtype']} {entry['shape']}" for entry in info.inputs)
         raise ModelFileError(
-            f"{info.path}: its only input must be images, float, float16 or double [batch, channels, height, width] or "
-            f"uint8 [batch, height, width, channels], got {got or 'no input'}"
+            f"{info.path}: its only input must be images, as float, float16 or double [batch, channels, height, width] "
+            f"or as uint8 [batch, height, width, channels], got {got or 'no input'}"
         )
     dtype: np.dtype[Any] = np.dtype(DTYPES[entry["dtype"]])
     sizes: list[Any] = [

@@ -121,7 +121,7 @@ def changed_copy(
     elif candidate.attention or candidate.mlp:
         _fuse_parts(work, candidate)
     if candidate.frozen and candidate.engine != "compile" and not freeze(work):
-        raise UnsupportedInputError(candidate.name, ["no module of the model can be frozen"])
+        raise UnsupportedInputError(candidate.name, ["vit_fast.freeze supports no module of the model"])
     return work
 
 

@@ -41,7 +41,7 @@ SETTLE_MS = 40.0
 RESAMPLES, CONFIDENCE = 1000, 0.99
 UNRANKABLE = 0.10  # candidates are not ranked if the resolution exceeds this
 SAME, FASTER, SLOWER, UNKNOWN = "no difference", "faster", "slower", "cannot be ranked"
-QUIET_RUN = "to reduce noise, stop other processes, fix the clocks, or pin the run to unused cores (taskset -c)"
+QUIET_RUN = "to reduce noise, stop other processes, lock the clock rates, or pin the run to unused cores (taskset -c)"
 # The device sleeps for MARGIN times the host's time plus SLACK_MS.
 MARGIN, SLACK_MS = 1.5, 0.05
 # Each attempt sleeps twice as long as the previous attempt.

@@ -77,9 +77,9 @@ class Optimization:
             f"{format_number(figures['images_per_s'], 4)} images/s, {format_number(figures['ms'], 4)} ms per call"
         )
         if figures["agreement"] is not None and self.candidate.precision is not None:
-            facts.append(f"agreement {figures['agreement']:.1%}")
+            facts.append(f"agreement with the original {figures['agreement']:.1%}")
         if self.resolution is not None:
-            facts.append(f"resolution {self.resolution:.1%}")
+            facts.append(f"smallest measurable difference {self.resolution:.1%}")
         notes = ["cached result, checked again"] if self.from_cache else []
         budget = format_number(figures["budget_s"])
         notes.append(f"{figures['tried']} of {figures['candidates']} candidates tried, budget {budget} s")
@@ -239,7 +239,7 @@ def load_optimized(
         device_of_example(example)
     module = _snapshot(model, example)
     if result.key["model"] != cache.model_key(module):
-        raise ValueError(f"{path}: was written for another architecture or file than this {type(module).__name__}")
+        raise ValueError(f"{path}: model must have the class and tensor shapes of the optimized one, or be that file")
     if example is None:
         (shape, dtype), *others = result.key["example"]
         if others or len(shape) != 4:

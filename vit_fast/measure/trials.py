@@ -182,7 +182,7 @@ def _exact(model: nn.Module) -> tuple[Callable[..., Any], float]:
             unfuse(exact)
             return with_inputs(exact.double(), Tensor.double)(*args, **kwargs)
         except Exception as error:  # the model may raise any type
-            reason = f"the fp64 reference fails: {describe_error(error)[:200]}"
+            reason = f"the model fails in fp64, the reference for candidates: {describe_error(error)[:200]}"
             raise UnsupportedInputError("optimizing this model", [reason]) from None
 
     return run, 0.0
