@@ -1,4 +1,4 @@
-"""The GPU properties on which the launch policies depend."""
+"""The GPU properties from which launch policies (`*_policy.py`) select tile sizes, warps and compile options."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ _ready: dict[tuple[Any, ...], Ready] = {}
 MAX_READY = 4096
 
 
-# While plan.py records, `listening.listener` is set. `Launch.run` calls it with the `Launch` and its `Ready` or None.
+# plan.py sets `listening.listener` to record launches. `Launch.run` calls it with the `Launch` and its `Ready` or None.
 listening = threading.local()
 
 
@@ -136,7 +136,7 @@ def _specialization_of(value: Any) -> Any:
 
 
 def is_watched(*kernels: Any) -> bool:
-    """True if hooks or debug options are active, so that triton itself must launch these kernels."""
+    """True if triton itself must launch these kernels, because hooks or debug options are active."""
     runtime = triton.knobs.runtime
     for kernel in kernels:
         if kernel.debug or kernel.pre_run_hooks:

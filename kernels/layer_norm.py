@@ -1,14 +1,14 @@
 """LayerNorm statistics, and the input of a linear layer with the LayerNorm folded in (`linear/folding.py`).
 
 The statistics of a row of x [M, C] are mean and rstd = 1 / sqrt(variance + eps). The kernel that writes x usually also
-writes partial statistics (`row_parts.py`); otherwise, a separate kernel does. The next matmul combines the parts.
-
-The layer's output is z = rstd (x W''^T - mean s) + c; `linear/folding.py` defines W'', s and c. Two special cases:
+writes partial statistics: means and sums of squared deviations of pieces of 64 columns (`row_parts.py`). Otherwise, a
+separate kernel writes them. The next matmul combines the pieces. Its output is z = rstd (x W''^T - mean s) + c. W'' is
+the weight with the LayerNorm folded in, s its row sums, and c the bias (`linear/folding.py`). Two special cases:
 - fp32 x (in an fp32 model, or under autocast): a separate kernel writes n = (x - mean) rstd in the dtype of the matmul,
   and z = n W''^T + c. Rounding x itself would lose precision if |mean| exceeds std, and x may overflow fp16.
-- Constant rows in fp16 or bf16: rstd = 1 / sqrt(eps) would amplify the rounding error of x W''^T - mean s, whose exact
-  value is 0. The kernels therefore mark a constant row by a negative rstd. The forward multiplies by max(rstd, 0), so
-  z = c. For the backward, see `matmul/gradient_epilogues.py`.
+- Constant rows in fp16 or bf16: all values equal mean, so the exact value of x W''^T - mean s is 0. Its rounding error
+  would be amplified by rstd = 1 / sqrt(eps). Therefore, the kernels mark a constant row by a negative rstd. The forward
+  multiplies by max(rstd, 0), so z = c. For the backward, see `matmul/gradient_epilogues.py`.
 
 For RMSNorm, the partial statistics are the same, but rstd is 1 / sqrt(mean(x^2) + eps), and mean is replaced by 0. Only
 rows of zeros count as constant.
@@ -31,7 +31,7 @@ from .ptx import divided_columns
 from .row_parts import PIECE, row_parts
 
 # A row counts as constant if std <= 1e-6 |mean|. If the values of an fp16 or bf16 row are not all equal, two of them
-# differ by a rounding step. Its std is at least 2^-12 |mean| / sqrt(C), more than 1e-6 |mean| for C < 59,000.
+# differ by a rounding step or more. The std is then at least 2^-12 |mean| / sqrt(C), above 1e-6 |mean| for C < 59,000.
 _CONSTANT_ROW = tl.constexpr(1e-6)
 _MAX_CHUNK = 2048
 _PIECE = tl.constexpr(PIECE)
@@ -88,8 +88,8 @@ def store_statistics(part_ptr, mean, squares, row, col, M, N, ROWS: tl.constexpr
 def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr):
     """Returns mean and rstd [ROWS] of rows of C columns. rstd is negative for a constant row.
 
-    The loaded tiles have the pieces of a row on axis 0. With the pieces on axis 1, Triton would propagate the layout of
-    these loads to the accumulator tile of the matmul.
+    The loaded tiles have the pieces of a row on axis 0. With the pieces on axis 1, Triton would convert the accumulator
+    tile of the matmul to the layout of these loads.
     """
     step = tl.arange(0, ROWS)
     inside = (row + step < M)[None, :]
@@ -125,7 +125,7 @@ def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.c
 def _layer_norm_statistics_kernel(
     x_ptr,  # [M, C] fp16 or bf16
     part_ptr,  # output: fp32 [M, 2, PARTS]
-    out8_ptr,  # output: e4m3(x out_scale) [M, C]; or None
+    out8_ptr,  # output: FP8 x for the next matmul, e4m3(x out_scale) [M, C] (see ptx.py); or None
     out_scale_ptr,  # fp32 [C], reciprocal scales, or None
     M, C,
     ROWS: tl.constexpr, PARTS: tl.constexpr,

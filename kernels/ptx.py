@@ -2,9 +2,9 @@
 
 Programmatic dependent launch: a kernel with the constant DEPENDENT may start before the previous kernel in the stream
 has ended. With small batches, this hides the time to launch a kernel and to load its weights. A kernel first computes
-only addresses, and prefetches weights into L2. A prefetch returns no values, so an earlier kernel may still write the
-weights. Then, `wait_for_previous` waits until the previous kernel has ended, and allows the next kernel to start. The
-previous kernel waited likewise, so all earlier kernels have ended when `wait_for_previous` returns.
+only addresses, and prefetches weights into L2. This is safe even while an earlier kernel writes the weights, because a
+prefetch returns no values. Then, `wait_for_previous` waits until the previous kernel has ended, and allows the next
+kernel to start. The previous kernel waited likewise. When `wait_for_previous` returns, all earlier kernels have ended.
 
 FP8 (e4m3: 4 exponent bits, 3 mantissa bits): an FP8 linear layer reads x8 = e4m3(x / scale). The kernel that computes x
 or its LayerNorm statistics also writes x8. Instead of dividing, kernels multiply by the reciprocal of the scale, named
@@ -44,7 +44,7 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(pointer, row, first, last, rows, columns, ROWS: tl.constexpr, STEP: tl.constexpr):
-    """Prefetches columns [first, last) of ROWS rows from `row` on into L2, with one instruction per STEP columns."""
+    """Prefetches columns [first, last) of rows [row, row + ROWS) into L2: per row, one instruction per STEP columns."""
     if _INTERPRETED:
         return
     index = tl.minimum(row + tl.arange(0, ROWS), rows - 1)
@@ -57,9 +57,9 @@ def prefetch_rows(pointer, row, first, last, rows, columns, ROWS: tl.constexpr, 
 
 @triton.jit
 def rounded(value, DTYPE: tl.constexpr):
-    """Rounds an fp32 tile to DTYPE. For bf16, PTX converts two values per instruction.
+    """Rounds an fp32 tile to DTYPE. For bf16, the PTX instruction converts two values.
 
-    If the kernel also uses the fp32 tile later, Triton's own conversion takes one instruction per value.
+    Triton's own conversion takes one instruction per value if the kernel also uses the fp32 tile later.
     """
     if _INTERPRETED or DTYPE != tl.bfloat16:
         return value.to(DTYPE)
@@ -84,7 +84,7 @@ def in_layout_of(tile, anchor):
 def to_e4m3(value):
     """Rounds fp32 to e4m3. On a GPU, ties round to even, values saturate at 448, and NaN is preserved.
 
-    On sm_89, Triton's own conversion first truncates to fp16. Whether the conversion saturates is not documented.
+    Triton's own conversion first truncates to fp16 on sm_89, and it is not documented whether it saturates.
     """
     if _INTERPRETED:
         return value.to(tl.float8e4nv)
@@ -113,6 +113,6 @@ def divided(value, scale_ptr):
 
 @triton.jit
 def divided_columns(value, scale_ptr, col, N, COLS: tl.constexpr):
-    """Multiplies columns col .. col + COLS, `value` [ROWS, COLS], by reciprocal scales, fp32 [N]. Rounds to e4m3."""
+    """Multiplies `value`, columns [col, col + COLS) of N, by reciprocal scales, fp32 [N], and rounds to e4m3."""
     cols = col + tl.arange(0, COLS)
     return to_e4m3(value.to(tl.float32) * tl.load(scale_ptr + cols, mask=cols < N, other=1.0)[None, :])

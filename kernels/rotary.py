@@ -1,21 +1,21 @@
 """qk-norm and rotary embeddings on packed qkv [B, N, 3, H, D], forward and backward, for any even D.
 
-Let x be a head of q or k, or all heads of a token if they are normalized together. The norm has weight w and bias b:
-y = n w + b, n = (x - mean) rstd. Each pair of channels (y_1, y_2) is rotated by an angle, given by tables cos and sin:
+Let x be one head of q or k of a token, or all heads if they are normalized together. The norm has weight w and bias b:
+y = n w + b, with n = (x - mean) rstd and rstd = 1 / sqrt(variance + eps). Each pair of channels (y_1, y_2) is rotated
+by an angle, given by tables cos and sin:
 
     out_1 = y_1 cos - y_2 sin,  out_2 = y_2 cos + y_1 sin
 
 A pair is channels j and j + D/2, or 2j and 2j + 1. The first `prefix` tokens of an image are not rotated. In the
-backward, dy is dout rotated by the opposite angle. With dn = dy w, rstd = 1 / sqrt(variance + eps), and means over all
-channels of x:
+backward, dy is dout rotated by the opposite angle. With dn = dy w, and means over all channels of x:
 
     dx = rstd (dn - mean(dn) - n mean(dn n)),  dw = sum dy n,  db = sum dy
 
-For RMSNorm, mean and mean(dn) are replaced by 0. The backward recomputes n from x. Each program sums dw and db over its
-own heads, and torch adds the sums of all programs. The order is fixed, so results are deterministic.
+The sums run over all x of q, or of k. For RMSNorm, mean and mean(dn) are replaced by 0, so the variance is mean(x^2).
+Each program sums dw and db over its own heads. torch adds these sums in a fixed order, so results are deterministic.
 
-A program processes ROWS heads at once as two tiles [ROWS, BLOCK]: the first and the second channel of each pair. The
-kernels also copy v, unless they work in place.
+A program processes ROWS heads at once as two tiles [ROWS, BLOCK], BLOCK >= D / 2: the first and the second channel of
+each pair. The kernels also copy v, unless they work in place.
 
 Sources: rotary embeddings, arXiv 2104.09864; qk-norm, arXiv 2302.05442.
 """
@@ -139,7 +139,7 @@ def _heads(block, M, H, ROWS: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "N", "H", "prefix", "image_rows", "head_rows"])
 def _qk_norm_rope_kernel(
-    x_ptr,  # [M, 3, H, D]
+    x_ptr,  # [M, 3, H, D], M = B N
     out_ptr,  # output: like x, or x itself
     weights, biases,  # of the norms of q and k: two vectors [D], or [H * D] if WIDE; (None, None): no weights or biases
     tables,  # cos and sin [B or 1, H or 1, N - prefix, D / 2]; (None, None): no rotation
@@ -302,7 +302,7 @@ def qk_norm_rope_launch(
 
     Args:
         inverse: Rotate by the opposite angle. Without norms, the inverse rotation is the backward.
-        separate: Also move the channels of a pair, which are adjacent, to j and j + D/2. `out` must be x.
+        separate: Also move the channels of a pair from 2j and 2j + 1 to j and j + D/2. `out` must be x.
     """
     args, constants, blocks, warps = _arguments(x, settings)
     parts = 2 if out is x else 3
@@ -321,7 +321,7 @@ def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
 def qk_norm_rope_gradients(
     grad: Tensor, x: Tensor | None, settings: QkvSettings, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns dx, and dw and db of the norms: fp32 [2 (q, k), 2 (dw, db), D or H * D], or None without w and b.
+    """Returns dx, and one tensor of dw and db: fp32 [2 (q, k), 2 (dw, db), D or H * D], or None without w and b.
 
     Args:
         grad: Gradient of the output of `qk_norm_rope`, [B, N, 3, H, D], contiguous.
@@ -339,7 +339,7 @@ def qk_norm_rope_gradients(
         width = x.shape[-2] * x.shape[-1] if settings.wide else x.shape[-1]
         part = torch.empty(programs, 2, 2, width, dtype=torch.float32, device=x.device)
     args |= {"grad_ptr": grad, "out_ptr": out, "part_ptr": part, "blocks": blocks}
-    # without maxnreg, ptxas allocates only 96 registers on sm_100, and the kernel spills
+    # maxnreg raises the limit of registers: on sm_100, ptxas itself selects 96, and the kernel spills
     Launch(
         _qk_norm_rope_grad_kernel, (programs * parts,), args, constants | {"PARTS": parts}, num_warps=warps,
         maxnreg=128, device=x.device,
