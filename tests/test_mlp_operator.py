@@ -55,6 +55,15 @@ def test_parameters_of_any_stride() -> None:
             torch.testing.assert_close(found, expected[name])
 
 
+@pytest.mark.parametrize("residual", [True, False])
+def test_fp32_layer_scale_does_not_change_the_dtype(residual: bool) -> None:
+    case = make_case(18, 32, 48, torch.float16, residual=residual)
+    case = case.but(scale2=case.t.scale2.detach().float().requires_grad_())
+    found, expected = (case.forward(backend) for backend in ("triton", "eager"))
+    assert found.dtype == expected.dtype == torch.float16
+    torch.testing.assert_close(found, expected, rtol=5e-3, atol=5e-3)
+
+
 def test_empty_and_nan_tokens(case: Case) -> None:
     results = case.but(x=case.x[:0].detach().requires_grad_(), grad=case.grad[:0]).run("triton")
     assert results["y"].shape == (0, 32) and not any(gradient.any() for gradient in results.values())

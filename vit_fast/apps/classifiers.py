@@ -106,7 +106,7 @@ def _read(
         try:
             images[i] = transform(read_image(path))
         except ImageError as error:
-            errors[i] = str(error)
+            errors[i] = str(error) if str(path) in str(error) else f"{path}: {error}"
     return paths, images, errors
 
 

@@ -74,8 +74,8 @@ def predict(
         )  # fmt: skip
         for reason in done.lost:
             typer.echo(f"started new workers, because {reason}", err=True)
-        for path, reason in done.bad:
-            typer.echo(f"unreadable image: {reason if path in reason else f'{path}: {reason}'}", err=True)
+        for _, reason in done.bad:
+            typer.echo(f"unreadable image: {reason}", err=True)
         resumed = f", {done.resumed} of them from an earlier run" if done.resumed else ""
         typer.echo(f"wrote {out}: {done.images} images{resumed}, {len(done.bad)} unreadable")
         return

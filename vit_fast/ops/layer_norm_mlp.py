@@ -57,8 +57,8 @@ def layer_norm_mlp(
         backend: See `attention`. eager and sdpa are identical here. triton accumulates in fp32 and also supports fp32
             parameters with fp16 or bf16 x.
     Returns:
-        [..., C] in x.dtype. Under autocast, fp32 x gives an fp32 output if residual is True or layer_scale is fp32. In
-        all other cases under autocast, triton returns the autocast dtype, and eager follows PyTorch's type promotion.
+        [..., C] in x.dtype. Under autocast: fp32 for fp32 x if residual is True or layer_scale is fp32, otherwise the
+        autocast dtype.
     Raises:
         ValueError: shapes do not match, or the activation, norm or backend is unknown.
         UnsupportedInputError: triton cannot run this input. The message lists all reasons.

@@ -69,9 +69,12 @@ def layer_norm_mlp(
     if inner_norm is not None:
         hidden = normalize(hidden, Norm(t.inner_weight, t.inner_bias, inner_norm[1], inner_norm[0]))
     branch = F.linear(hidden, t.fc2_weight, t.fc2_bias)
+    has_fp32_scale = t.scale2 is not None and t.scale2.dtype == torch.float32
+    dtype = torch.float32 if x.dtype == torch.float32 and (residual or has_fp32_scale) else branch.dtype
     if t.scale2 is not None:
         branch = branch * t.scale2
-    return x + branch if residual else branch
+    out = x + branch if residual else branch
+    return out if out.dtype == dtype else out.to(dtype)
 
 
 E4M3_MAX = 448.0

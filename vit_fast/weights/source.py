@@ -148,6 +148,8 @@ def _tensors_of(content: Mapping[str, Any], name: str) -> dict[str, Tensor]:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
