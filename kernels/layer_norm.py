@@ -88,8 +88,8 @@ def store_statistics(part_ptr, mean, squares, row, col, M, N, ROWS: tl.constexpr
 def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr):
     """Returns mean and rstd [ROWS] of rows of C columns. rstd is negative for a constant row.
 
-    The loaded tiles have the pieces of a row on axis 0. With the pieces on axis 1, Triton would convert the accumulator
-    tile of the matmul to the layout of these loads.
+    The loaded tiles have the pieces of a row on axis 0. With the pieces on axis 1, Triton would propagate the
+    layout of these loads to the accumulator tile of the matmul.
     """
     step = tl.arange(0, ROWS)
     inside = (row + step < M)[None, :]
