@@ -40,9 +40,9 @@ def argument(help_text: str, **settings: Any) -> Any:
 
 PLAIN: Any = {"soft_wrap": True, "highlight": False, "markup": False}  # of Console.print, for unchanged text
 AsJson = Annotated[bool, option("Print JSON to stdout, and all other output to stderr.", "--json")]
-Backend = Annotated[str, option("Backend of the operators: auto, eager, sdpa or triton.")]
+Backend = Annotated[str, option("Backend of the model: auto, eager, sdpa or triton.")]
 ClassNames = Annotated[
-    Path | None, option("File with class names: text, one per line; or .json, a list or an object from index to name.")
+    Path | None, option("Class names: a text file, one per line, or .json with a list or an object from index to name.")
 ]
 DataConfigFile = Annotated[
     Path | None,

@@ -35,7 +35,11 @@ def bench(
     cold: Annotated[bool, option("Also measure the time from process start to the first output.", "--cold")] = False,
     latency: Annotated[bool, option("Measure p50, p90 and p99 latency of one image per call.", "--latency")] = False,
     batch_sizes: Annotated[
-        str | None, option("Batch sizes, or best: double the size while throughput increases.", metavar="1,8|best")
+        str | None,
+        option(
+            "Batch sizes (default: 1,8 on a CPU; 1,32,256 on a GPU). With best: 1, 2, 4, ... while throughput grows.",
+            metavar="1,8|best",
+        ),
     ] = None,
     dtypes: Annotated[str | None, option("Dtypes: fp32, tf32 (GPU only), fp16, bf16.", metavar="A,B")] = None,
     candidates: Annotated[
@@ -44,7 +48,7 @@ def bench(
     device: Device = "auto",
     out: Annotated[Path | None, option("New or empty output folder (default: one in vit-fast-results).")] = None,
     time_budget: Annotated[
-        float | None, option("Time limit of the run in seconds (0: none). Candidates that do not fit are skipped.")
+        float | None, option("Time limit in seconds (0: none). Candidates that would exceed the limit are skipped.")
     ] = None,
     seconds: Annotated[float | None, option("Measure each candidate for this many seconds.")] = None,
     resume: Annotated[Path | None, option("Resume the interrupted run in this folder.")] = None,
@@ -138,7 +142,7 @@ def compare(
     second: Annotated[Path, argument("The record to compare with the baseline.")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare the images per second of two records of `bench`.
+    """Compare the images per second of two records (record.json) of `bench`.
 
     Prints for each candidate the ratio second / first, its 99 % confidence interval, and a verdict. Also prints the
     resolution: the smallest difference that the two runs can measure, because of their noise.
@@ -171,7 +175,7 @@ def report(
     ],
     out: Annotated[Path, option("Output file.")] = Path("report.html"),
 ) -> None:
-    """Write an HTML page with sortable tables of records. The page needs no network."""
+    """Write an HTML page with sortable tables of records, e.g. record.json of `bench`. The page needs no network."""
     from ..benchmarks.records import read_record
     from ..benchmarks.report import render
     from ..files import file_aside

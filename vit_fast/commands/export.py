@@ -93,7 +93,7 @@ def export(
 
 
 def hf_kernel(folder: Annotated[Path, argument("New or empty folder to write.")]) -> None:
-    """Write the operators as a Hugging Face Hub kernel, ready to upload."""
+    """Write attention and LayerNorm + MLP as a Hugging Face Hub kernel, ready to upload."""
     from ..apps.hub_kernel import NAME, build_hf_kernel
 
     variant = build_hf_kernel(folder)

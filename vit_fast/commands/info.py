@@ -108,7 +108,7 @@ def verify(
     backend: Annotated[str, option("Backends to check, separated by commas: triton, sdpa, auto.")] = "triton",
     as_json: AsJson = False,
 ) -> None:
-    """Compare the operators and a small model with the fp64 reference.
+    """Compare attention, LayerNorm + MLP and a small model with the fp64 reference.
 
     Without a GPU, the triton backend runs in Triton's interpreter. Exits with 1 if a comparison fails.
     """

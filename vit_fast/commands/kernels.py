@@ -21,9 +21,9 @@ _OPTIONS = {
 def kernels(
     arch: Annotated[str | None, option("Architectures, separated by commas, e.g. sm_80,sm_90 (default: all).")] = None,
     as_json: AsJson = False,
-    update_baseline: Annotated[bool, option("Write the results to the baseline.", "--update-baseline")] = False,
+    update_baseline: Annotated[bool, option("Write the results to baseline.json.", "--update-baseline")] = False,
     tune: Annotated[
-        bool, option("On a GPU: tune the attention kernels and write their table of tile sizes.", "--tune")
+        bool, option("On a GPU: find the fastest attention tile sizes, and write attention_table.json.", "--tune")
     ] = False,
     warm_up: Annotated[
         str | None, option("On a GPU: compile the kernels of this model in bf16 into Triton's cache.")
@@ -38,8 +38,8 @@ def kernels(
     model: Annotated[
         str | None,
         option(
-            "Estimate the GPU time of each kernel launch of one block of this model, in inference (frozen) and "
-            "training (default arch: sm_90)."
+            "Estimate the GPU time of each kernel launch of one block of this model, in inference after "
+            "vit_fast.freeze and in training (default arch: sm_90)."
         ),
     ] = None,
     host: Annotated[
@@ -52,7 +52,7 @@ def kernels(
 ) -> None:
     """Compile all kernels without a GPU, and check their spills, registers and instructions.
 
-    Exits with 1 if a kernel fails a check, e.g. if it uses more registers than the committed baseline allows. A
+    Exits with 1 if a kernel fails a check, e.g. uses over 10 % more registers than kernels/inspect/baseline.json. A
     baseline from another Triton version is ignored. --warm-up, --model, --host and --tune run instead of the checks.
     """
     sizes = integers("--batch-sizes", batch_sizes)

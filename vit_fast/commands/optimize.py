@@ -40,7 +40,7 @@ def optimize(
     budget: Annotated[float, option("Time limit of the search in seconds, including builds and checks.", min=1)] = 100,
     latency: Annotated[bool, option("Minimize p90 latency instead of median latency.", "--latency")] = False,
     memory_limit: Annotated[
-        float | None, option("Maximum MiB of a candidate: its own copy of the weights, plus one call.", min=0.001)
+        float | None, option("Maximum MiB of a candidate's build and one call, in addition to MODEL.", min=0.001)
     ] = None,
     device: Device = "auto",
     save: Annotated[Path | None, option("Save the result to this file, for vit_fast.load_optimized.")] = None,
@@ -49,8 +49,8 @@ def optimize(
 ) -> None:
     """Find the fastest way to run a model on this machine, verify its outputs, and cache the result.
 
-    A candidate is one way to run MODEL, e.g. torch.compile. Speedups are relative to MODEL. If MODEL is a model of
-    vit-fast, its eager backend is the baseline. Press Ctrl-C to stop the search and get the best result so far.
+    A candidate is one way to run MODEL, e.g. torch.compile. Speedups are relative to MODEL, or to its eager backend if
+    MODEL is a model of vit-fast. Press Ctrl-C to stop the search and get the best result so far.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -146,7 +146,7 @@ def show(
     model: Annotated[str, argument("One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, module:function.")],
     image: Annotated[Path | None, argument("An image file (default: matplotlib's sample image).")] = None,
     figures: Annotated[str, option("Figures to draw.", metavar="A,B")] = ",".join(FIGURES),
-    blocks: Annotated[str, option("Blocks of the attention figure; negative ones count from the end.")] = "0,-1",
+    blocks: Annotated[str, option("Blocks in the attention figure, by index; -1 is the last block.")] = "0,-1",
     img_size: ImageSize = None,
     out: Annotated[Path, option("Output folder, for one file FIGURE.png per figure.")] = Path("figures"),
 ) -> None:

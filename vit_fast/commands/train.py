@@ -21,8 +21,8 @@ def train(
     data: Annotated[
         Path | None,
         argument(
-            "Folder with one subfolder of images per class, or torchvision's folder of MNIST, FashionMNIST or CIFAR10 "
-            "(default: 1,797 bundled images of digits)."
+            "Folder with one subfolder of images per class, or the folder into which torchvision downloaded MNIST, "
+            "FashionMNIST or CIFAR10 (default: 1,797 bundled images of digits)."
         ),
     ] = None,
     out: Annotated[Path, option("Folder for weights, checkpoint, log and plot.")] = Path("trained"),
@@ -32,7 +32,9 @@ def train(
     weights: Annotated[
         str | None, option("Start from these weights: a file, a folder or a Hub id (default: --model's, or random).")
     ] = None,
-    validation: Annotated[Path | None, option("Folder of validation images, with the same subfolders as DATA.")] = None,
+    validation: Annotated[
+        Path | None, option("Validation images, in the same subfolders as DATA. Only if DATA contains no test set.")
+    ] = None,
     epochs: Annotated[int | None, option("Number of epochs (default: see above).")] = None,
     batch_size: Annotated[int | None, option("Images per step, summed over processes (default: see above).")] = None,
     lr: Annotated[float | None, option("Learning rate after the warm-up (default: see above).")] = None,
@@ -51,7 +53,7 @@ def train(
     """Train or fine-tune a model on labeled images. Prints and plots loss and validation accuracy of each epoch.
 
     Default epochs, batch size and lr: 60, 32 and 2e-3 for vit_micro_patch7_28; 5, 128 and 5e-3 for vit_mnist; 10, 64
-    and 5e-4 for other models. For the first two models, other fields of --set also have special defaults.
+    and 5e-4 for other models. vit_micro_patch7_28 and vit_mnist also have their own defaults for some fields of --set.
     """
     import torch
 
