@@ -297,7 +297,7 @@ def _fit_tower(model: nn.Module) -> PackedTower:
         elif tower.like.is_cuda and getattr(module, "vit_fast_backend", "triton") != "triton":
             reasons.append(f"{name or 'the model'} must have backend 'triton': graphs cannot capture other backends")
     if reasons:
-        raise UnsupportedInputError("GraphRunner with budgets", reasons[:3])
+        raise UnsupportedInputError("GraphRunner with budgets", reasons)
     return tower
 
 
