@@ -32,7 +32,7 @@ def _real_gpu(index: int) -> Gpu:
 
 
 def generation(arch: str) -> str:
-    """Groups by instruction: "ampere" (mma.sync: sm_8x, 12x), "hopper" (wgmma: 9x), "blackwell" (tcgen05: 10x, 11x)."""
+    """Returns "ampere" (uses mma.sync; sm_8x, 12x), "hopper" (wgmma; 9x) or "blackwell" (tcgen05; 10x, 11x)."""
     number = int(arch.removeprefix("sm_"))
     return "hopper" if 90 <= number < 100 else "blackwell" if 100 <= number < 120 else "ampere"
 
