@@ -72,8 +72,8 @@ class Launch:
                 ready = _ready.get(key)
                 if ready is not None:
                     ready.launch(self, driver.get_current_stream(device))
+                # triton returns something else while it is still compiling, or if a hook skipped the compilation
                 elif isinstance(compiled := self._run_by_triton(), CompiledKernel):
-                    # no CompiledKernel: triton is still compiling, or a hook skipped the compilation
                     if len(_ready) >= MAX_READY:
                         _ready.clear()
                     names = tuple(parameter.name for parameter in self.kernel.params)

@@ -59,7 +59,7 @@ ARCHS = tuple(arch for arch in _ALL if arch != "sm_103" or _SM_103)
 def architecture(arch: str) -> Architecture:
     """Returns the entry of an architecture, or raises ValueError if it is unknown."""
     if arch not in _ALL:
-        raise ValueError(f"arch must be one of {', '.join(ARCHS)}, got {arch!r}")
+        raise ValueError(f"arch must be one of {', '.join(_ALL)}, got {arch!r}")
     return _ALL[arch]
 
 

@@ -23,7 +23,7 @@ def export(
     precision: Annotated[str, option("fp32, fp16, bf16, int8, int8-dynamic or fp8.")] = "fp32",
     calibrate: Annotated[
         list[Path] | None,
-        option("Image files or folders for int8 and fp8: up to 32 to calibrate, up to 64 more to verify."),
+        option("Image files or folders for int8 and fp8. Up to 32 images calibrate, up to 64 other images verify."),
     ] = None,
     preprocess: Annotated[
         bool,
@@ -34,8 +34,8 @@ def export(
     validation: Annotated[
         Path | None,
         option(
-            "Labeled images, one subfolder per class. Fail if the file's accuracy is lower than the model's by "
-            "more than 0.6 percentage points and by more than one image."
+            "Labeled images, one subfolder per class. Fail if the file loses more accuracy than 0.6 percentage points "
+            "or one image, whichever is more."
         ),
     ] = None,
     classes: ClassNames = None,

@@ -157,7 +157,7 @@ def evaluate(
     data_config: DataConfigFile = None,
     confusion: Annotated[Path | None, option("Draw the confusion matrix to this .png, .svg or .pdf file.")] = None,
     as_json: Annotated[
-        bool, option("Print JSON with all classes and different predictions, instead of at most 20 of each.", "--json")
+        bool, option("Print JSON without the limit of 20 classes and 20 images with different predictions.", "--json")
     ] = False,
 ) -> None:
     """Measure top-1, top-5 and per-class accuracy of a model on labeled images, or compare it with a second model."""
