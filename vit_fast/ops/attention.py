@@ -117,7 +117,7 @@ def attention_varlen_qkvpacked(
 
 
 def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Attention to `keys` (None: all) for qkv [B, N, 3, H, D], or packed [total, 3, H, D] or [1, total, 3, H, D]."""
+    """Attends to `keys` (None: all). `qkv` is [B, N, 3, H, D], or packed [total, 3, H, D] or [1, total, 3, H, D]."""
     return _attend([qkv], keys, scale, backend)
 
 

@@ -23,7 +23,7 @@ MIN_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
 
 _PROBE_SHAPE = (1, 2, 40, 64)  # [B, H, N, D]; no tile size divides N, so that the kernel must mask the last tile
-_LONGEST_MESSAGE = 300  # in characters, because compiler output can be pages long
+_LONGEST_MESSAGE = 300  # in characters; longer error messages, such as compiler output, are shortened
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | None = None) -> Backend:
@@ -62,7 +62,7 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     """Returns the reasons why Triton kernels cannot run on a device. The first call for a GPU runs a test kernel.
 
-    The CPU is supported only under Triton's interpreter, or while `kernels/inspect/` imitates a GPU (`stand_in`).
+    The CPU is supported only under Triton's interpreter, or while `kernels/inspect/` imitates a GPU.
     """
     if device == torch.device("cuda") and torch.cuda.is_available():  # "cuda" without an index is the current GPU
         device = torch.device("cuda", torch.cuda.current_device())
@@ -97,7 +97,7 @@ def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 @constant_to_compiler
 def _tf32_is_allowed() -> bool:
-    """Returns True if fp32 matmuls may use TF32. torch.compile guards on this setting and recompiles if it changes."""
+    """True if fp32 matmuls may use TF32. torch.compile treats the result as constant, but recompiles if it changes."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
@@ -180,7 +180,7 @@ def _run_and_compare(device: torch.device) -> tuple[str, ...]:
 
 
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:
-    """Compiles the kernels that `call` would launch; returns how many were not loaded, and how many not on disk."""
+    """Compiles kernels that `call` would launch. Returns how many were not loaded, and how many of them not on disk."""
     from ..kernels.precompile import collect, compile_all
 
     with collect() as requests:

@@ -92,7 +92,7 @@ def saved_names(s: BlockSettings) -> list[str]:
     qkv [B, N, 3, H, D], mixed [B, N, H, D], lse [B, H, N]: Input, output and log-sum-exp of the attention.
     before_norm: qkv before the norms of q and k; saved only with qk-norm.
     z: Output of fc1 [M, F]. With a gate, z is [M, 2 F], and columns of the gate and of fc1 alternate.
-    branch: With a norm before fc2: output of fc2 minus W beta + b, [M, C]. W, b are of fc2, beta is of this norm.
+    branch: With a norm before fc2: output [M, C] of fc2 without the shift W beta + b (W, b of fc2, beta of this norm).
     hidden: With a norm before fc2: mean and rstd of the input of this norm, fp32 [2, M].
     """
     names = []
@@ -152,7 +152,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
             along, sums["fc2"] = hidden_norm.along_rows(dy, saved.branch, t.scale2, inner.weight.shape[1])
             folded, behind = folding.fold_linears([linears["fc1"], inner], s.dtype)
             (scaled["fc2"],) = scaled_weights.scaled_weights([(behind.weight, t.scale2)], s.dtype)
-            if t.scale2 is not None:  # `branch` does not contain the shift c: add it
+            if t.scale2 is not None:  # `branch` does not contain the shift W beta + b: add it
                 d_scale = (dy.float() * saved.branch).sum(0) + behind.shift * sums["fc2"].sum(0)
                 gradients["scale2"] = d_scale.to(t.scale2.dtype)
                 d_branch, sums["fc2"] = (dy * t.scale2).to(s.dtype), sums["fc2"] * t.scale2

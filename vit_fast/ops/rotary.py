@@ -232,9 +232,9 @@ def qkv_step(
 ) -> QkvStep:  # fmt: skip
     """Builds a `QkvStep` for images of `tokens` tokens from the results of `operator_arguments`.
 
-    `is_folded` is True if `fold` folded the qkv weight earlier. If layout is also "half", `fold` did not make the
-    channels of a pair adjacent. Therefore, the matmul does not rotate. norm_dtype is the matmul's dtype, or None in
-    training and FP8. If norm_dtype is None, the matmul does not run the norms.
+    `is_folded` is True if `fold` folded the qkv weight earlier. If layout is still "half", `fold` ran with rope_head 0:
+    the channels of a pair are not adjacent, and the matmul does not rotate. norm_dtype is the matmul's dtype, or None
+    in training and FP8. If norm_dtype is None, the matmul does not run the norms.
     """
     from ..kernels.matmul.matmul_launch import HeadStep
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
