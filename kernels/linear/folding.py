@@ -8,9 +8,10 @@ and rstd be the mean and the reciprocal standard deviation of an input row x [C]
     c   = W beta + b
     z   = rstd (x W''^T - mean s) + c = LayerNorm(x) W^T + b
 
-The matmul therefore reads x directly, and its epilogue computes z. Only for fp32 x, a separate kernel first writes
-n = (x - mean) rstd. The matmul then reads n, and z = n W''^T + c. s corrects the rounding errors of W'', which a large
-mean amplifies. For RMSNorm, W'' = W diag(gamma), z = rstd x W''^T + c and rstd = 1 / sqrt(mean(x^2) + eps).
+Subtracting the row means does not change z, because the channels of x - mean sum to zero. The matmul reads x directly,
+and its epilogue computes z. Only for fp32 x, a separate kernel first writes n = (x - mean) rstd. The matmul then reads
+n, and z = n W''^T + c. s corrects the rounding errors of W'', which a large mean amplifies. For RMSNorm,
+W'' = W diag(gamma), z = rstd x W''^T + c and rstd = 1 / sqrt(mean(x^2) + eps).
 
 One launch folds up to two layers, usually qkv and fc1, and permutes rows of W in two cases:
 

@@ -15,7 +15,7 @@ sum_f(dz * (z - c)) / C, because z - c = n W''^T. dx is computed in one of two w
 - qkv: `_layer_norm_grad_kernel` computes dx from dz W and x, with (dz W) gamma in place of g. (dz W) gamma differs from
   g by a constant per row, which cancels in dx. The kernel also writes n, which U needs.
 - fc1: the matmul of `linear.activation_gradient` computes dz, sums dz * (z - c) over f, and stores dz~ = rstd dz.
-  `linear.input_gradient` computes dx. U is dz~^T x minus the vector sum_m(dz~ * mean) [F] in every column.
+  `linear.input_gradient` computes dx. U is dz~^T x with the vector sum_m(dz~ * mean) [F] subtracted from each column.
 
 Before a residual, y = r + ls (h W^T + b) with residual r and LayerScale ls. dy is the gradient of y, V = dy^T h, and f
 indexes columns of h:

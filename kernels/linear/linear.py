@@ -32,7 +32,7 @@ def layer_norm_linear(
     head_step: HeadStep | None = None, out_part: Tensor | None = None, dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None, saves: bool = False,
 ) -> tuple[Tensor, Tensor, NormInput]:  # fmt: skip
-    """Returns act(LayerNorm(x) W^T + b) [M, F], or act(g) u [M, F / 2] if gated (see `folding.py`).
+    """Returns act(LayerNorm(x) W^T + b) [M, F], or act(g) u [M, F / 2] if gated (`folding.py` defines g and u).
 
     Also returns two inputs of the backward, valid only if `saves`: z before the activation, and x with its statistics.
 

@@ -8,13 +8,12 @@
 In "activation_grad" and "gated_grad", acc is the gradient of h. These epilogues also store partial sums: dz (z - bias)
 per row, and dz and out * mean per column. Three cases differ from the formulas:
 
-- A norm of h follows (`hidden_norm.py`): acc is the gradient of h^, the normalized h. The gradient of h replaces acc:
-  |rstd of h| (acc - h^ * along), where `along` is the mean of acc h^ over a row. The epilogue stores h^, not h.
-- A row of x is constant (rstd < 0, see `layer_norm.py`): "activation_grad" and "gated_grad" use 1 in place of rstd, and
-  "layer_norm_grad" multiplies acc by |rstd| instead. The exact weight gradient of such a row is 0, because x = mean.
-  In `out`, a factor rstd, about 1 / sqrt(eps), would only amplify the rounding errors of the weight gradient.
+- A row of x is constant (rstd < 0, see `layer_norm.py`): "activation_grad" and "gated_grad" use 1 in place of rstd. A
+  large rstd would amplify rounding errors of the weight gradient. "layer_norm_grad" multiplies acc by |rstd| instead.
 - The input was fp32. x is then n, the normalized input (`layer_norm.py`); "activation_grad" and "gated_grad" use 1 for
   rstd. "layer_norm_grad" computes out = [residual +] rstd * acc - n * coefficient; coefficient has rstd, not rstd^2.
+- A norm of h follows (`hidden_norm.py`): acc is the gradient of h^, the normalized h. The gradient of h replaces acc:
+  |rstd of h| (acc - h^ * along), where `along` is the mean of acc h^ over a row. The epilogue stores h^, not h.
 
 `where` and SHAPE are as in `forward_epilogues.py`. `linear/gradients.py` explains the formulas.
 """
@@ -31,7 +30,7 @@ from .matmul_tiles import load_rows, load_tile, store_tile, sum_row_parts
 
 @triton.jit
 def activation_row_factors(mean_ptr, rstd_ptr, row, M, ROWS: tl.constexpr):
-    """Returns (rstd, mean) for "activation_grad" and "gated_grad"; see the last two cases above."""
+    """Returns (rstd, mean) for "activation_grad" and "gated_grad"; see the first two cases above."""
     rstd = tl.full((ROWS,), 1.0, tl.float32)
     mean = tl.zeros((ROWS,), tl.float32)
     if mean_ptr is not None:

@@ -7,12 +7,12 @@ torch.nn.Linear. `matmul_launch.py` launches the kernel, and `matmul_policy.py` 
 `forward_epilogues.py` and `gradient_epilogues.py` contain the formulas of most epilogues. The epilogue "partial" is for
 split-K: out[split] = A B over one of `splits` parts of K, in fp32. `split_k.py` sums the parts.
 
-Operands in e4m3 (`ptx.py`) have scales. Tensor cores of sm_90 accumulate e4m3 products in about 14 bits: each MMA over
-32 elements of K adds a relative error of up to 2^-13. For comparison, rounding an operand to e4m3 has a relative error
-of up to 2^-4. Adding partial sums in fp32 every 128 elements would be more precise, but 128 x 256 tiles would spill.
+Tensor cores of sm_90 accumulate products in e4m3 (`ptx.py`) in about 14 bits: each MMA over 32 elements of K adds a
+relative error of up to 2^-13. For comparison, rounding an operand to e4m3 has a relative error of up to 2^-4. Adding
+partial sums in fp32 every 128 elements would be more precise, but 128 x 256 tiles would spill.
 
-Under autocast, the residual stream (out and residual of "residual" and "layer_norm_grad") may be fp32, while A and B
-are half precision.
+Under autocast, the residual stream (out and residual of the epilogues "residual" and "layer_norm_grad") may be fp32,
+while A and B are half precision.
 
 To save registers, the epilogue processes a wide tile in SUB_TILES sub-tiles along N. Every sum has a fixed order,
 without atomics, so results are deterministic.

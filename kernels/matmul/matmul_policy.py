@@ -284,7 +284,7 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
 
 
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
-    """Returns configurations without TMA. Values without a comment avoid spills. For sm_120, `blackwell` is False."""
+    """Returns configurations without TMA. Values without a comment avoid spills. sm_120 counts as "ampere"."""
     half, hopper, blackwell = kind == "half", generation(arch) == "hopper", generation(arch) == "blackwell"
     grad = epilogue == "activation_grad"
     if epilogue == "gated_grad":
