@@ -62,7 +62,7 @@ def copy_model(path: Path, target: Path) -> None:
     for part in parts_of(path):
         copy = target if part == path else target.parent / part.relative_to(path.parent)
         if part != path and copy == target:
-            raise ModelFileError(f"{path}: target must not be {target.name}, the name of its weights file")
+            raise ModelFileError(f"{path}: weights file must not be named {target.name}, the name of the model's copy")
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(part, copy)
 

@@ -76,7 +76,7 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
     os.environ["TRITON_LIBCUDA_PATH"] = str(library.parent)
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     if not hasattr(ctypes.CDLL(library.name), "stand_in_configure"):
-        raise RuntimeError("the real libcuda.so.1 is loaded: install the stand-in in a new process")
+        raise RuntimeError("the real libcuda.so.1 is already loaded: install the stand-in CUDA driver in a new process")
     number = int(arch.removeprefix("sm_"))
     loaded.stand_in_configure(number, gpu.sm_count, limits.shared_bytes_per_block, limits.shared_bytes)
     driver, target = CudaDriver(), GPUTarget("cuda", number, 32)

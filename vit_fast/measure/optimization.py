@@ -239,7 +239,7 @@ def load_optimized(
         device_of_example(example)
     module = _snapshot(model, example)
     if result.key["model"] != cache.model_key(module):
-        raise ValueError(f"{path}: model must have the class and tensor shapes of the optimized one, or be that file")
+        raise ValueError(f"{path}: model must have the optimized model's class and shapes, or be the same ONNX file")
     if example is None:
         (shape, dtype), *others = result.key["example"]
         if others or len(shape) != 4:
