@@ -241,10 +241,10 @@ def test_errors_name_every_reason(block: Any) -> None:
             return fused_block(x.float(), None, folded(), **case.options)
 
     for call, message in (
-        (lambda: folded(fc2=0 * one), r"scales\.fc2 must be positive .*, got 0 to 0"),
-        (lambda: folded(fc2=1e-40 * one), r"scales\.fc2 must .* finite reciprocals, got 9"),
-        (lambda: folded(fc1=scales.qkv * torch.nan), r"scales\.fc1 must be .*, got nan to nan"),
-        (lambda: folded(torch.float32), r"dtype must be float16 or bfloat16, got torch\.float32"),
+        (lambda: folded(fc2=0 * one), r"scales of fc2 must be positive .*, got 0 to 0"),
+        (lambda: folded(fc2=1e-40 * one), r"scales of fc2 must .* finite reciprocals, got 9"),
+        (lambda: folded(fc1=scales.qkv * torch.nan), r"scales of fc1 must be .*, got nan to nan"),
+        (lambda: folded(torch.float32), r"dtype of the weights must be float16 or bfloat16, got torch\.float32"),
         (
             lambda: folded(tensors={"fc2_weight": case.t.fc2_weight[:, :30]}),
             r"of fc2 must be a multiple of 16 .*, got 30 \(to run fc2",

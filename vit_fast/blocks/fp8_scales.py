@@ -24,7 +24,7 @@ from .token_facts import TokenFacts
 LINEARS = BlockScales._fields  # linear layers of a block; also the names of the buffers
 PLACE = "vit_fast_fp8"  # name of the `Fp8Scales` submodule in its block
 MIN_SCALE, MAX_SCALE = 2.0**-24, 2.0**15  # smallest and largest power of two in fp16
-_HOW_TO_LEAVE = "or call vit_fast.fuse(model) to run the model without FP8"
+_HOW_TO_LEAVE = "to run the model without FP8, call vit_fast.fuse(model)"
 
 
 class FrozenFp8(Frozen):
@@ -90,7 +90,7 @@ class Fp8Scales(nn.Module):
         """Raises UnsupportedInputError if the block cannot run in e4m3 now."""
         reasons = ["the block must be in evaluation mode: call eval() first"] if self.training else []
         if is_exporting():
-            reasons.append("export does not support FP8 blocks: export the unfused model with precision='fp8'")
+            reasons.append("export does not support FP8 blocks: call unfuse, then export_onnx(..., precision='fp8')")
         elif backend != "triton":
             reasons.append(f"the backend of the block must be 'triton', got {backend!r}")
         if reasons:

@@ -54,7 +54,7 @@ class FusionReport:
             for reason in module.reasons
         ]
         if not self.modules:
-            reasons = ["the model contains no attention or MLP of a supported class"]
+            reasons = ["the model contains no attention or MLP of a supported class (docs/classes.md)"]
         if reasons:
             raise UnsupportedInputError("fuse did not fuse the whole model", reasons)
         return self

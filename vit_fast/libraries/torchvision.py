@@ -114,7 +114,7 @@ class MultiheadAttentionMixin(FusedModule):
             reasons.append("add_zero_attn must be False, got True")
         if type(module.out_proj) is not NonDynamicallyQuantizableLinear:
             reasons.append(f"out_proj must be a NonDynamicallyQuantizableLinear, got {type_name(module.out_proj)}")
-        notes = ["only calls mha(x, x, x, need_weights=False) without masks run fused; others run torch's forward"]
+        notes = ["only calls mha(x, x, x, need_weights=False) without masks run fused; other calls run torch's forward"]
         notes += dropout_notes("attention", module.dropout) if isinstance(module.dropout, float) else []
         return Finding(reasons + touch_reasons([("out_proj", module.out_proj)]), notes)
 

@@ -80,15 +80,15 @@ def fold(
 def _check_fp8(tensors: BlockTensors, scales: BlockScales, dtype: torch.dtype) -> None:
     reasons = fp8_reasons(tensors.qkv_weight.device)
     if dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"dtype must be float16 or bfloat16, got {dtype}")
+        reasons.append(f"the dtype of the weights must be float16 or bfloat16, got {dtype}")
     for name, scale in scales._asdict().items():
         if scale is None:
             continue
         width = getattr(tensors, f"{name}_weight").shape[1]
         factor = scale.reciprocal()  # kernels multiply by the reciprocal
         if not bool(((scale > 0) & scale.isfinite() & factor.isfinite()).all()):
-            got = f"{float(scale.min()):g} to {float(scale.max()):g}"
-            raise ValueError(f"scales.{name} must be positive and finite, with finite reciprocals, got {got}")
+            got = f"{float(scale.min()):g} to {float(scale.max()):g}: call vit_fast.calibrate again"
+            raise ValueError(f"FP8 scales of {name} must be positive and finite, with finite reciprocals, got {got}")
         if width % _DIVISOR:
             reasons.append(
                 f"the input width of {name} must be a multiple of {_DIVISOR} in FP8, got {width} "

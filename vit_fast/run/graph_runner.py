@@ -88,7 +88,7 @@ class GraphRunner:
         if list(given) not in (["example"], ["example", "batch_sizes"], ["budgets"], ["budgets", "max_images"]):
             requirement = "pass example and optionally batch_sizes, or budgets and optionally max_images"
             got = ", ".join(name if name == "example" else f"{name}={value!r}" for name, value in given.items())
-            raise ValueError(f"{requirement}: got {got or None}")
+            raise ValueError(f"{requirement}: got {got or 'neither'}")
         self.model, self._fallback = model.eval(), fallback
         self._tower: PackedTower
         if example is not None:
@@ -133,7 +133,7 @@ class GraphRunner:
         """
         call = self._tower.read(*args, **kwargs)
         if min(call.lengths, default=1) < 1:
-            raise ValueError(f"images must have at least one token each, got {call.lengths}: check the grids or sizes")
+            raise ValueError(f"each image must have at least one token, got {call.lengths} tokens: check the sizes")
         if self._eager or not call.lengths:
             with torch.no_grad():
                 return self._tower.eager(*args, **kwargs)
@@ -295,7 +295,7 @@ def _fit_tower(model: nn.Module) -> PackedTower:
         if not is_known and fused_form(type(module)) is not None:
             reasons.append(f"{name or 'the model'} must be fused: call vit_fast.fuse first")
         elif tower.like.is_cuda and getattr(module, "vit_fast_backend", "triton") != "triton":
-            reasons.append(f"{name or 'the model'} must have backend 'triton': graphs cannot capture other backends")
+            reasons.append(f"{name or 'the model'} must have backend 'triton': call vit_fast.fuse(model, 'triton')")
     if reasons:
         raise UnsupportedInputError("GraphRunner with budgets", reasons)
     return tower

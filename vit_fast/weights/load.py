@@ -139,7 +139,7 @@ def load(
     """
     opened = open_source(source)
     if opened.config is None:
-        raise WeightsError(f"{opened.name} has no config: call create_model(name, weights=...)")
+        raise WeightsError(f"{opened.name} has no config: call create_model(name, weights=...), see list_models()")
     place = as_device(device or "cpu")
     with torch.device("meta"):
         model = VisionTransformer(opened.config, data_config=opened.data_config)
@@ -220,7 +220,7 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
     if converted is None:
         layouts = ", ".join(library.NAME for library in known.NAMED_WEIGHTS)
         names = _listed(sorted(source.tensors))
-        raise WeightsError(f"{source.name}: must have the tensor names of a known layout ({layouts}), got {names}")
+        raise WeightsError(f"{source.name}: must have the tensor names of one of {layouts}, got {names}")
     layout = "vit-fast" if source.name.endswith(".safetensors") and given else converted.layout
     report = WeightsReport(source.name, layout, ignored=list(converted.ignored), notes=list(source.notes))
     tensors, origins, head_problem = dict(converted.tensors), converted.origins, converted.head_problem
@@ -252,7 +252,7 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
         if (there := tensors[name]).shape != own.shape:
             problems.append(f"shape of {name}: {_shape(there)} in the source, {_shape(own)} in the model")
         elif there.is_floating_point() != own.is_floating_point():
-            problems.append(f"dtype of {name}: must be floating, got {there.dtype}")
+            problems.append(f"dtype of {name}: {there.dtype} in the source, {own.dtype} in the model")
     if head_problem and any(name.startswith(_HEADS) for name in tensors):
         problems.append(f"head: {head_problem}")
     if any(name.startswith(_HEADS) for name in missing) or any("shape of head" in problem for problem in problems):
