@@ -29,7 +29,10 @@ def bench(
     train: Annotated[bool, option("Measure training steps instead of inference.", "--train")] = False,
     amp: Annotated[bool, option("With --train: run the forward pass under bf16 autocast.", "--amp")] = False,
     data: Annotated[
-        str, option("Where the images are before each call: device; or host, to also time their copy to the GPU.")
+        str,
+        option(
+            "device: images are on the device before a call. host (GPU only): on the CPU, and the copy is timed too."
+        ),
     ] = "device",
     explain: Annotated[bool, option("Print time per part of the model, and the longest kernels.", "--explain")] = False,
     cold: Annotated[bool, option("Also measure the time from process start to the first output.", "--cold")] = False,

@@ -52,8 +52,9 @@ def kernels(
 ) -> None:
     """Compile all kernels without a GPU, and check their spills, registers and instructions.
 
-    Exits with 1 if a kernel fails a check, e.g. uses over 10 % more registers than kernels/inspect/baseline.json. A
-    baseline from another Triton version is ignored. --warm-up, --model, --host and --tune run instead of the checks.
+    Exits with 1 if a kernel fails a check, e.g. uses over 10 % more registers than recorded in
+    kernels/inspect/baseline.json. A baseline of another Triton version is ignored. --warm-up, --model, --host and
+    --tune run instead of the checks.
     """
     sizes = integers("--batch-sizes", batch_sizes)
     modes = {"--warm-up": warm_up, "--host": host, "--model": model, "--tune": tune}

@@ -40,7 +40,8 @@ def optimize(
     budget: Annotated[float, option("Time limit of the search in seconds, including builds and checks.", min=1)] = 100,
     latency: Annotated[bool, option("Minimize p90 latency instead of median latency.", "--latency")] = False,
     memory_limit: Annotated[
-        float | None, option("Maximum MiB of a candidate's build and one call, in addition to MODEL.", min=0.001)
+        float | None,
+        option("Maximum memory of a candidate in MiB: what its build adds, plus the peak of one call.", min=0.001),
     ] = None,
     device: Device = "auto",
     save: Annotated[Path | None, option("Save the result to this file, for vit_fast.load_optimized.")] = None,
@@ -49,8 +50,8 @@ def optimize(
 ) -> None:
     """Find the fastest way to run a model on this machine, verify its outputs, and cache the result.
 
-    A candidate is one way to run MODEL, e.g. torch.compile. Speedups are relative to MODEL, or to its eager backend if
-    MODEL is a model of vit-fast. Press Ctrl-C to stop the search and get the best result so far.
+    A candidate is one way to run MODEL, e.g. torch.compile. The baseline of the printed speedup is MODEL itself. If
+    MODEL is a model of vit-fast, its backend is eager. Press Ctrl-C to stop the search and get the best result so far.
     """
     from rich.console import Console
     from rich.markup import escape

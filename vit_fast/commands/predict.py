@@ -157,7 +157,7 @@ def evaluate(
     data_config: DataConfigFile = None,
     confusion: Annotated[Path | None, option("Draw the confusion matrix to this .png, .svg or .pdf file.")] = None,
     as_json: Annotated[
-        bool, option("Print JSON without the limit of 20 classes and 20 images with different predictions.", "--json")
+        bool, option("Print JSON with all classes and images. Without --json, lists of over 20 rows are cut.", "--json")
     ] = False,
 ) -> None:
     """Measure top-1, top-5 and per-class accuracy of a model on labeled images, or compare it with a second model."""

@@ -30,7 +30,8 @@ def train(
         str, option("One of `vit-fast models`, a weights file of vit-fast, or a Hugging Face Hub id.")
     ] = "vit_micro_patch7_28",
     weights: Annotated[
-        str | None, option("Start from these weights: a file, a folder or a Hub id (default: --model's, or random).")
+        str | None,
+        option("Start from these weights: a file, a folder or a Hub id (default: --model's own, or random)."),
     ] = None,
     validation: Annotated[
         Path | None, option("Validation images, in the same subfolders as DATA. Only if DATA contains no test set.")
@@ -52,8 +53,8 @@ def train(
 ) -> None:
     """Train or fine-tune a model on labeled images. Prints and plots loss and validation accuracy of each epoch.
 
-    Default epochs, batch size and lr: 60, 32 and 2e-3 for vit_micro_patch7_28; 5, 128 and 5e-3 for vit_mnist; 10, 64
-    and 5e-4 for other models. vit_micro_patch7_28 and vit_mnist also have their own defaults for some fields of --set.
+    Default --epochs, --batch-size and --lr: 10, 64 and 5e-4. Two models have their own defaults, also for --set: 60, 32
+    and 2e-3 for vit_micro_patch7_28, and 5, 128 and 5e-3 for vit_mnist.
     """
     import torch
 
