@@ -53,8 +53,10 @@ def _ratio(row: Row) -> str:
         return _number("ratio_to_best_peer", "{:.2f}")(row)
     if row["verdict"] == UNKNOWN:
         return "?"
-    low, high = row["ratio_interval"]
-    return f"{row['ratio_to_best_peer']:.2f} [{low:.2f}, {high:.2f}]" + (" =" if row["verdict"] == SAME else "")
+    is_same = row["verdict"] == SAME
+    # more digits if a bound would round to 1, which means no difference
+    low, high = (f"{bound:.{2 if is_same or abs(bound - 1) >= 0.005 else 4}f}" for bound in row["ratio_interval"])
+    return f"{row['ratio_to_best_peer']:.2f} [{low}, {high}]" + (" =" if is_same else "")
 
 
 # Cells of measured rows.

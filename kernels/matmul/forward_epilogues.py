@@ -8,6 +8,7 @@
 
 weight_sum contains the sums over K of a weight with a folded norm (s in `folding.py`). With such a weight,
 "residual" uses rstd (acc - mean weight_sum) in place of acc. Norms of q and k read z in fp32, before any rounding.
+"layer_norm" and "gated" can store out in e4m3, times a reciprocal scale (`out_scale_ptr`, see `ptx.py`).
 
 In z, `scale` contains the row scales of an e4m3 weight [N, K]. In "residual", `scale` is LayerScale, times the row
 scales of an e4m3 weight. `bias` must then be divided by the row scales, because `scale` also multiplies `bias`.
@@ -32,7 +33,10 @@ def row_factors(
     row_part_ptr, mean_ptr, rstd_ptr, row, M, K, eps, first_column,
     ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (r, -r * mean): r is rstd, or 0 for a constant row (rstd < 0). Returns (1, 0) if row_part_ptr is None."""
+    """Returns (r, -r * mean), or (1, 0) if row_part_ptr is None.
+
+    r is rstd, or 0 for a constant row, which `combine_statistics` marks by a negative rstd.
+    """
     scale = tl.full((ROWS,), 1.0, tl.float32)
     shift = tl.zeros((ROWS,), tl.float32)
     if row_part_ptr is not None:

@@ -41,7 +41,7 @@ def predict(
     workers: Annotated[
         int | None,
         option(
-            "With --out: number of processes that read images and, with ray, run the model (default: one per core).",
+            "With --out: number of processes that read images (default: one per core). With ray, each runs the model.",
             show_default=False,
         ),
     ] = None,

@@ -127,8 +127,10 @@ class Candidate:
     def from_dict(cls, data: dict[str, Any]) -> Candidate:
         """Reads the output of to_dict; raises ValueError for an unknown field, type, engine or precision."""
         for name, value in data.items():
-            if name not in CONFIGURATION or not isinstance(value, str | bool | int):
-                raise ValueError(f"fields must be {', '.join(CONFIGURATION)} (str, bool or int), got {name}={value!r}")
+            if name not in CONFIGURATION:
+                raise ValueError(f"fields must be among {', '.join(CONFIGURATION)}, got {name}={value!r}")
+            if not isinstance(value, str | bool | int):
+                raise ValueError(f"{name} must be a str, bool or int, got {value!r}")
         for name, known in (("engine", get_args(Engine)), ("precision", PRECISIONS)):
             if name in data and data[name] not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {data[name]!r}")

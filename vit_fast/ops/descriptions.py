@@ -82,7 +82,7 @@ class BlockTensors(NamedTuple):
     `fold` in `folded.py` folds the norms into the weights, merges the gate into fc1, sets `*_sum`, and sets the fields
     of norms and gate to None. A layer in e4m3 has the reciprocal scale of its input in `*_factor`, and a scale per
     weight row. The row scales of qkv and fc1 are in `*_row_scale`. The row scales of proj and fc2 are multiplied into
-    scale1 and scale2, which also multiply proj_bias and fc2_bias. Hence, `fold` divides these biases by the row scales.
+    scale1 and scale2. `fold` divides proj_bias and fc2_bias by them, as the kernels compute scale * (x W^T + bias).
     """
 
     norm1_weight: Tensor | None = None  # [C]
@@ -101,7 +101,9 @@ class BlockTensors(NamedTuple):
     scale2: Tensor | None = None  # LayerScale of the MLP branch [C]
     gate_weight: Tensor | None = None  # [F, C]
     gate_bias: Tensor | None = None
-    qkv_sum: Tensor | None = None  # row sums of the folded weight, fp32 [3 H D]; for RMSNorm a tensor of shape [0]
+    qkv_sum: Tensor | None = (
+        None  # of a folded weight: its row sums, fp32 [3 H D], or [0] for RMSNorm, which needs none
+    )
     fc1_sum: Tensor | None = None
     inner_weight: Tensor | None = None  # [F], inner norm before fc2
     inner_bias: Tensor | None = None
@@ -128,7 +130,7 @@ class BlockScales(NamedTuple):
 
 
 def interleave(rope: Rope, head_dim: int) -> Rope:
-    """Converts rotary embeddings of layout "half" for a qkv weight in which `fold` moved channel j + D/2 next to j."""
+    """Converts rope of layout "half" to "interleaved_half", because `fold` moved channel j + D/2 next to channel j."""
     cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
     return Rope(cos, sin, rope.prefix, "interleaved_half")
 
@@ -233,7 +235,7 @@ def checked_rope(rope: Rope, shape: Sequence[int], is_folded: bool = False) -> R
     if cos.shape != sin.shape:
         raise ValueError(f"rope.cos and rope.sin must have equal shapes, got {tuple(cos.shape)} and {tuple(sin.shape)}")
     T = N - prefix
-    # check the rank first: comparing T of a 2-d table with B would fix the batch size in an exported graph
+    # check the rank first: `cos.shape[:-1] == (B, T)` would compare T of a 2-d table with B, and specialize an export
     fits = (
         (cos.dim() == 2 and cos.shape[0] == T)
         or (cos.dim() == 3 and cos.shape[:-1] == (B, T))

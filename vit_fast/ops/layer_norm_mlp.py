@@ -57,8 +57,8 @@ def layer_norm_mlp(
         backend: See `attention`. eager and sdpa are identical here. triton accumulates in fp32 and also supports fp32
             parameters with fp16 or bf16 x.
     Returns:
-        [..., C] in x.dtype. Under autocast: fp32 for fp32 x if residual is True or layer_scale is fp32, otherwise the
-        autocast dtype.
+        [..., C] in x.dtype. Two exceptions under autocast: the output has the autocast dtype if x is fp16 or bf16, or
+        if x is fp32, residual is False and layer_scale is not fp32.
     Raises:
         ValueError: shapes do not match, or the activation, norm or backend is unknown.
         UnsupportedInputError: triton cannot run this input. The message lists all reasons.
