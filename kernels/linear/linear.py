@@ -105,13 +105,13 @@ def activation_gradient(
 
     z is the output of fc1. h = act(z), or act(g) u if gated. mean and rstd are of x, the input of the LayerNorm of fc1.
 
-    - dz~ [M, columns of z]: rstd dz (dz: gradient of z), or dz for fp32 x and constant rows (`gradient_epilogues.py`).
+    - dz~ [M, columns of z]: rstd dz, where dz is the gradient of z. It is dz if x was fp32, and in constant rows of x.
     - row_part, fp32 [M, parts], contains partial sums of dz * (z - c) over the columns of z. `folding.py` defines c.
     - column_part, fp32 [parts of M, 2, columns of z], contains partial sums over M of dz and of dz~ * mean.
 
     `grad` is dy [M, C], the gradient of the MLP's output after LayerScale. `scaled` is diag(LayerScale) W2 [C, F] with
     the weight W2 of fc2. If a norm lies between h and fc2 (`hidden_norm.py`), W2 is the folded weight, and the last
-    result is the normalized h. Then also pass `hidden` (mean and rstd of h, fp32 [2, M]) and `along` (fp32 [M]).
+    result is the normalized h. Then also pass `hidden` (mean and rstd of h, fp32 [2, M]) and its `along` (fp32 [M]).
     """
     (M, width), F = z.shape, scaled.weight.shape[1]
     out, h = torch.empty_like(z), z.new_empty((M, F))
@@ -131,7 +131,7 @@ def activation_gradient(
 def input_gradient(
     scaled: Tensor, row_part: Tensor, x: NormInput, folded: FoldedLinear, residual: Tensor | None, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns [residual +] dx [M, C] in the dtype of x, and if `rounded`, a copy in the dtype of the matmuls.
+    """Returns [residual +] dx [M, C] in `x.input_dtype`, and if `rounded`, a copy in the dtype of `x.source`.
 
     Without a copy, both results are the same tensor. `scaled` (dz~) and `row_part` are from `activation_gradient`.
     """

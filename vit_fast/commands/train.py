@@ -36,9 +36,17 @@ def train(
     validation: Annotated[
         Path | None, option("Validation images, in the same subfolders as DATA. Only if DATA contains no test set.")
     ] = None,
-    epochs: Annotated[int | None, option("Number of epochs (default: see above).")] = None,
-    batch_size: Annotated[int | None, option("Images per step, summed over processes (default: see above).")] = None,
-    lr: Annotated[float | None, option("Learning rate after the warm-up (default: see above).")] = None,
+    epochs: Annotated[
+        int | None, option("Number of epochs (default: 10; vit_micro_patch7_28: 60; vit_mnist: 5).")
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        option("Images per step, summed over processes (default: 64; vit_micro_patch7_28: 32; vit_mnist: 128)."),
+    ] = None,
+    lr: Annotated[
+        float | None,
+        option("Learning rate after the warm-up (default: 5e-4; vit_micro_patch7_28: 2e-3; vit_mnist: 5e-3)."),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         option("Set a field of vit_fast.apps.training.TrainConfig. Can be repeated.", "--set", metavar="mixup=0.2"),
@@ -51,11 +59,7 @@ def train(
     tensorboard: Annotated[bool, option("Also write TensorBoard logs to OUT/tensorboard.", "--tensorboard")] = False,
     resume: Annotated[bool, option("Resume the run in --out after its last finished epoch.", "--resume")] = False,
 ) -> None:
-    """Train or fine-tune a model on labeled images. Prints and plots loss and validation accuracy of each epoch.
-
-    Default --epochs, --batch-size and --lr: 10, 64 and 5e-4. Two models have their own defaults, also for --set: 60, 32
-    and 2e-3 for vit_micro_patch7_28, and 5, 128 and 5e-3 for vit_mnist.
-    """
+    """Train or fine-tune a model on labeled images. Prints and plots loss and validation accuracy of each epoch."""
     import torch
 
     from ..apps import training

@@ -217,7 +217,7 @@ def _parameter_gradients(
 
 
 def block_flop(x: Sequence[int], tensors: Sequence[Any], s: BlockSettings) -> tuple[int, int]:
-    """Returns the FLOPs of the linear layers and of attention in the forward. `x` and `tensors` contain shapes."""
+    """Returns the FLOPs of the linear layers and of attention in the forward. Takes shapes in place of tensors."""
     t, qk, *_ = tensors_of(tensors, s)
     tokens, width, matmuls, attention = math.prod(map(int, x[:-1])), int(x[-1]), 0, 0
     if t.qkv_weight is not None:

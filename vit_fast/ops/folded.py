@@ -7,7 +7,8 @@ W8 = W gamma s / rows in e4m3. Hence, rows W8 / s is about W gamma, and rows (x8
 
     z = rstd (rows (x8 W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(rows W8 / s),  shift = W beta + b
 
-`mean weight_sum` subtracts the mean from x. Layers without a scale stay in half precision. See `reference.fp8_block`.
+The term `mean weight_sum` replaces the subtraction of mean from x. Layers without a scale stay in half precision. See
+`reference.fp8_block`.
 """
 
 from __future__ import annotations
