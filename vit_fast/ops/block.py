@@ -56,14 +56,15 @@ def fused_block(
     """Runs a block or one of its halves: attention or MLP.
 
     Args:
-        x: [B, N, C], or [..., C] for the MLP half alone; fp16, bf16 or, except in FP8, fp32.
+        x: [B, N, C], or [..., C] for the MLP half alone. fp16 or bf16; in a block without FP8 layers also fp32.
         statistics: LayerNorm statistics of x from the previous block; None to compute them. Ignored if x is fp32.
         tensors: The parameters, in fp32 or the dtype of the matmuls (`registration.matmul_dtype`). A half whose
             parameters are None is skipped. For inference of a whole block, `fold` can fold the parameters first.
         eps, norm: Epsilons and kind of norm1 and norm2. inner_norm: Kind and epsilon of a norm before fc2.
         residual: True adds x to the output of a half; must be True for a whole block.
         next_statistics: True to return LayerNorm statistics of the output, for the next block.
-        x8: For FP8: x times tensors.qkv_factor (reciprocal scales) in e4m3. Computed if x8 or statistics is None.
+        x8: For FP8: x times tensors.qkv_factor (reciprocal scales) in e4m3. If x8 or statistics is None, both are
+            computed.
         next_factor: The qkv_factor of the next block if its qkv layer reads e4m3, else None.
     Returns:
         The output, with x's shape and the dtype from `_output_dtype`; its LayerNorm statistics or None; and the output
@@ -210,8 +211,8 @@ def _mlp(
 def _output_dtype(stream: torch.dtype, t: BlockTensors, s: BlockSettings) -> torch.dtype:
     """Returns the dtype of the output. `stream` is the dtype of x after the cast in `fused_block`.
 
-    With a residual, the output has x's dtype. Otherwise, the output has the dtype of the matmuls, or fp32 if LayerScale
-    is fp32. In the MLP half, fp32 also requires fp32 x.
+    With a residual, the output has x's dtype. Without a residual, it has the dtype of the matmuls, except if LayerScale
+    is fp32. Then the output of the attention half is fp32, and the output of the MLP half has x's dtype.
     """
     if s.residual:
         return stream
@@ -269,7 +270,10 @@ def _folded(t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]
 
 
 def _new_names(x: Tensor, s: BlockSettings) -> list[str]:
-    """Returns the names of the saved tensors that the operator returns: all but half-precision x, which is an input."""
+    """Returns the names of the saved tensors that the operator returns.
+
+    With half-precision x, these are all but the first: the input of the first norm, which is x itself.
+    """
     names = block_backward.saved_names(s) if s.saves else []
     return names[1:] if names and x.dtype != torch.float32 else names
 

@@ -3,12 +3,13 @@
 In FP8, qkv and fc1 read x8 = x / s in e4m3; x is the residual stream, s the scale per channel (`vit_fast.calibrate`).
 Let mean and rstd be mean and reciprocal standard deviation of a token. Let W and b be weight and bias of qkv or fc1,
 gamma and beta those of the preceding norm. `rows` contains a scale per row of W. `reference.fp8_weight` computes
-W8 = W gamma s / rows in e4m3. Hence, rows W8 / s is about W gamma, and rows (x8 W8^T) about x (W gamma)^T. Then:
+W8 = W gamma s / rows in e4m3. Hence, rows W8 / s is about W gamma, and rows (x8 W8^T) about x (W gamma)^T. Then the
+output z of the layer is:
 
     z = rstd (rows (x8 W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(rows W8 / s),  shift = W beta + b
 
-The term `mean weight_sum` replaces the subtraction of mean from x. Layers without a scale stay in half precision. See
-`reference.fp8_block`.
+The term `mean weight_sum` replaces the subtraction of mean from x. A layer whose scale in `BlockScales` is None
+stays in half precision. `reference.fp8_block` is the reference for the kernels.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def layer_norm_mlp(
     With a gate (SwiGLU, GEGLU), act(gate(norm(x))) * fc1(norm(x)) replaces act(fc1(norm(x))).
 
     Args:
-        x: Tokens [..., C]; fp32, fp16, bf16 or, without triton, fp64.
+        x: Tokens [..., C]; fp32, fp16, bf16 or, if the backend is not triton, fp64.
         norm_weight: gamma [C] of the norm; None means ones.
         norm_bias: beta [C] of the norm; None means zeros. Must be None for an RMSNorm.
         fc1_weight: Weight [F, C] of the first linear layer (with a gate: the up projection).
@@ -57,8 +57,8 @@ def layer_norm_mlp(
         backend: See `attention`. eager and sdpa are identical here. triton accumulates in fp32 and also supports fp32
             parameters with fp16 or bf16 x.
     Returns:
-        [..., C] in x.dtype. Two exceptions under autocast: the output has the autocast dtype if x is fp16 or bf16, or
-        if x is fp32, residual is False and layer_scale is not fp32.
+        [..., C] in x.dtype. Two exceptions under autocast: If x is fp16 or bf16, the output has the autocast dtype. If
+        x is fp32, residual is False and layer_scale is not fp32, it has the autocast dtype too.
     Raises:
         ValueError: shapes do not match, or the activation, norm or backend is unknown.
         UnsupportedInputError: triton cannot run this input. The message lists all reasons.
