@@ -128,8 +128,8 @@ def _attend(qkv: Sequence[Tensor], keys: Keys | None, scale: float | None, backe
     backend = resolve_backend(backend, first.device, first.dtype)
     runs_kernel = backend == "triton" and not is_exporting()
     mixed = any(tensor.dtype is not first.dtype for tensor in qkv)  # e.g. under autocast if q is an fp32 parameter
-    if mixed or (runs_kernel and (len(qkv) == 3 or first.dtype is not matmul_dtype(first))):  # like SDPA under autocast
-        qkv = [tensor.to(matmul_dtype(tensor)) for tensor in qkv]
+    if mixed or (runs_kernel and (len(qkv) == 3 or first.dtype is not matmul_dtype(first))):
+        qkv = [tensor.to(matmul_dtype(tensor)) for tensor in qkv]  # like SDPA under autocast
     if len(qkv) == 1:
         check_dtype("qkv", first)
     elif message := _mismatch(qkv, _BATCH if cu_seqlens is None else _PACKED):
@@ -292,7 +292,7 @@ def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_output(qkv: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates the output (shape of q in `qkv`), its view as [B, H, N_q, D], and the log-sum-exp [B, H, N_q]."""
+    """Allocates the output of `attention_forward`, its view as [B, H, N_q, D], and the log-sum-exp [B, H, N_q]."""
     q = _heads_first(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
     memory = q.new_empty((batch, tokens, heads, head_dim), dtype=dtype)  # the proj layer flattens [H, D] without a copy
@@ -309,7 +309,8 @@ def attention_forward(
     """Returns softmax(scale q k^T) v, and per query log2(sum(exp(scale q k^T))), fp32 [B, H, N_q].
 
     `qkv` contains q, k and v, each [B, H, N, D] or packed [total, H, D], or only the `qkv` of `attention_among`. The
-    output has q's shape. With out_factor (fp32 [1]), the output is multiplied by out_factor, then rounded to e4m3.
+    output has the shape of q, or of the `qkv` of `attention_among` without its dimension of size 3. With out_factor
+    (fp32 [1]), the output is multiplied by out_factor, then rounded to e4m3.
     """
     q, k, v = _heads_first(qkv)
     out, view, lse = _new_output(qkv, None if out_factor is None else E4M3)

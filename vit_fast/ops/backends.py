@@ -97,7 +97,7 @@ def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 @constant_to_compiler
 def _tf32_is_allowed() -> bool:
-    """True if fp32 matmuls may use TF32. torch.compile treats the result as constant, but recompiles if it changes."""
+    """True if fp32 matmuls may use TF32, a constant to torch.compile, which recompiles if the TF32 setting changes."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
@@ -180,7 +180,10 @@ def _run_and_compare(device: torch.device) -> tuple[str, ...]:
 
 
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:
-    """Compiles kernels that `call` would launch. Returns how many were not loaded, and how many of them not on disk."""
+    """Compiles the kernels that `call` would launch and that are not loaded in this process yet.
+
+    Returns the number of these kernels, and how many of them were not in triton's cache on disk.
+    """
     from ..kernels.precompile import collect, compile_all
 
     with collect() as requests:
