@@ -82,7 +82,8 @@ class BlockTensors(NamedTuple):
     `fold` in `folded.py` folds the norms into the weights, merges the gate into fc1, sets `*_sum`, and sets the fields
     of norms and gate to None. A layer in e4m3 has the reciprocal scale of its input in `*_factor`, and a scale per
     weight row. The row scales of qkv and fc1 are in `*_row_scale`. The row scales of proj and fc2 are multiplied into
-    scale1 and scale2. `fold` divides proj_bias and fc2_bias by them, as the kernels compute scale * (x W^T + bias).
+    scale1 and scale2. `fold` divides proj_bias and fc2_bias by these row scales, because the kernels compute
+    scale1 * (x W^T + proj_bias) and scale2 * (x W^T + fc2_bias).
     """
 
     norm1_weight: Tensor | None = None  # [C]
@@ -101,9 +102,7 @@ class BlockTensors(NamedTuple):
     scale2: Tensor | None = None  # LayerScale of the MLP branch [C]
     gate_weight: Tensor | None = None  # [F, C]
     gate_bias: Tensor | None = None
-    qkv_sum: Tensor | None = (
-        None  # of a folded weight: its row sums, fp32 [3 H D], or [0] for RMSNorm, which needs none
-    )
+    qkv_sum: Tensor | None = None  # row sums of a folded weight, fp32 [3 H D]; empty ([0]) for RMSNorm
     fc1_sum: Tensor | None = None
     inner_weight: Tensor | None = None  # [F], inner norm before fc2
     inner_bias: Tensor | None = None
@@ -130,7 +129,10 @@ class BlockScales(NamedTuple):
 
 
 def interleave(rope: Rope, head_dim: int) -> Rope:
-    """Converts rope of layout "half" to "interleaved_half", because `fold` moved channel j + D/2 next to channel j."""
+    """Converts rope of layout "half" to "interleaved_half", because `fold` moved channel j + D/2 next to channel j.
+
+    See `QkvSettings` in `kernels/rotary.py` for "interleaved_half".
+    """
     cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
     return Rope(cos, sin, rope.prefix, "interleaved_half")
 

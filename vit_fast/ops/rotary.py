@@ -111,7 +111,7 @@ def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) 
 def _kernel_settings(
     what: str, head_dim: int, tensors: QkTensors, settings: QkSettings, prefix: int, reasons: Sequence[str] = ()
 ) -> QkvSettings:
-    """Converts operator arguments to `QkvSettings`. Raises UnsupportedInputError for `reasons` and bad arguments."""
+    """Returns `QkvSettings`. Raises UnsupportedInputError if `reasons` is not empty or an argument is unsupported."""
     reasons = [*reasons, *([f"head_dim must be even, got {head_dim}"] if head_dim % 2 else [])]
     for name, tensor in zip(_ARGUMENTS, tensors):
         if tensor is not None and tensor.dtype not in DTYPES:
@@ -156,7 +156,7 @@ def _backward(
 
 
 def norm_gradients(sums: Tensor | None, tensors: QkTensors) -> dict[str, Tensor]:
-    """Returns the gradients of the norms' parameters by name; `sums` is fp32 [q or k, weight or bias, D or H * D]."""
+    """Returns the gradients of the norms' parameters by name; `sums`: fp32 [2 (q, k), 2 (weight, bias), D or H * D]."""
     if sums is None:
         return {}
     parameters = zip(QkTensors._fields, tensors, sums.flatten(0, 1))
@@ -195,9 +195,10 @@ class QkvStep(NamedTuple):
     rope_head: int  # head_dim if the matmul rotates layout "half", else 0; see `kernels/linear/folding.py`
 
     def forward(self, packed: Tensor, saves: bool) -> tuple[Tensor, Tensor | None]:
-        """Applies norms and rotation to `packed`, the output [B, N, 3, H, D] of the qkv matmul, if the matmul has not.
+        """Applies norms and rotation to `packed`, the output [B, N, 3, H, D] of the qkv matmul.
 
-        Returns qkv for attention, and the input of the norms if saved for the backward, else None. May change `packed`.
+        Skips both if the matmul already applied them. Returns qkv for attention, and the input of the norms if saved
+        for the backward, else None. May change `packed`.
         """
         from ..kernels import rotary
 
@@ -232,9 +233,9 @@ def qkv_step(
 ) -> QkvStep:  # fmt: skip
     """Builds a `QkvStep` for images of `tokens` tokens from the results of `operator_arguments`.
 
-    `is_folded` is True if `fold` folded the qkv weight earlier. If layout is still "half", `fold` ran with rope_head 0:
-    the channels of a pair are not adjacent, and the matmul does not rotate. norm_dtype is the matmul's dtype, or None
-    in training and FP8. If norm_dtype is None, the matmul does not run the norms.
+    `is_folded` is True if `fold` folded the qkv weight earlier. With `is_folded` and layout "half", the matmul does not
+    rotate: `fold` ran with rope_head 0, so the channels of a pair are not adjacent. norm_dtype is the matmul's dtype,
+    or None in training and FP8. If norm_dtype is None, the matmul does not run the norms.
     """
     from ..kernels.matmul.matmul_launch import HeadStep
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
