@@ -31,7 +31,8 @@ def bench(
     data: Annotated[
         str,
         option(
-            "device: images are on the device before a call. host (GPU only): on the CPU, and the copy is timed too."
+            "device: images are on the device before a call. host (GPU only): images are in CPU memory, and their copy "
+            "to the GPU is timed too."
         ),
     ] = "device",
     explain: Annotated[bool, option("Print time per part of the model, and the longest kernels.", "--explain")] = False,
@@ -51,7 +52,11 @@ def bench(
     device: Device = "auto",
     out: Annotated[Path | None, option("New or empty output folder (default: one in vit-fast-results).")] = None,
     time_budget: Annotated[
-        float | None, option("Time limit in seconds (0: none). Candidates that would exceed the limit are skipped.")
+        float | None,
+        option(
+            "Time limit in seconds; 0: none (default: 155 on a CPU, 900 on a GPU, 0 with --candidates or --seconds). "
+            "Candidates that would exceed the limit are skipped."
+        ),
     ] = None,
     seconds: Annotated[float | None, option("Measure each candidate for this many seconds.")] = None,
     resume: Annotated[Path | None, option("Resume the interrupted run in this folder.")] = None,

@@ -23,7 +23,10 @@ def export(
     precision: Annotated[str, option("fp32, fp16, bf16, int8, int8-dynamic or fp8.")] = "fp32",
     calibrate: Annotated[
         list[Path] | None,
-        option("Image files or folders for int8 and fp8. Up to 32 images calibrate, up to 64 other images verify."),
+        option(
+            "Image files or folders for int8 and fp8. Up to 32 of the images are for calibration, and up to 64 others "
+            "for verification."
+        ),
     ] = None,
     preprocess: Annotated[
         bool,
@@ -34,8 +37,8 @@ def export(
     validation: Annotated[
         Path | None,
         option(
-            "Labeled images, one subfolder per class. Fail if the file loses more accuracy than 0.6 percentage points "
-            "or one image, whichever is more."
+            "Labeled images, one subfolder per class. Fail if the file's top-1 accuracy is over 0.6 percentage points "
+            "lower than the model's. A loss of one image is always allowed."
         ),
     ] = None,
     classes: ClassNames = None,

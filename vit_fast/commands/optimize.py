@@ -41,7 +41,11 @@ def optimize(
     latency: Annotated[bool, option("Minimize p90 latency instead of median latency.", "--latency")] = False,
     memory_limit: Annotated[
         float | None,
-        option("Maximum memory of a candidate in MiB: what its build adds, plus the peak of one call.", min=0.001),
+        option(
+            "Maximum memory of a candidate in MiB: what its build adds to the memory of MODEL, plus the peak of one "
+            "call.",
+            min=0.001,
+        ),
     ] = None,
     device: Device = "auto",
     save: Annotated[Path | None, option("Save the result to this file, for vit_fast.load_optimized.")] = None,
@@ -50,8 +54,9 @@ def optimize(
 ) -> None:
     """Find the fastest way to run a model on this machine, verify its outputs, and cache the result.
 
-    A candidate is one way to run MODEL, e.g. torch.compile. The baseline of the printed speedup is MODEL itself. If
-    MODEL is a model of vit-fast, its backend is eager. Press Ctrl-C to stop the search and get the best result so far.
+    A candidate is one way to run MODEL, e.g. torch.compile. The baseline of the printed speedup is MODEL itself. For
+    models of vit-fast, the baseline runs the eager backend. Press Ctrl-C to stop the search and get the best result so
+    far.
     """
     from rich.console import Console
     from rich.markup import escape

@@ -41,7 +41,8 @@ def predict(
     workers: Annotated[
         int | None,
         option(
-            "With --out: number of processes that read images (default: one per core). With ray, each runs the model.",
+            "With --out: number of processes that read images (default: one per core). With --engine ray, they also "
+            "run the model.",
             show_default=False,
         ),
     ] = None,
@@ -157,7 +158,12 @@ def evaluate(
     data_config: DataConfigFile = None,
     confusion: Annotated[Path | None, option("Draw the confusion matrix to this .png, .svg or .pdf file.")] = None,
     as_json: Annotated[
-        bool, option("Print JSON with all classes and images. Without --json, lists of over 20 rows are cut.", "--json")
+        bool,
+        option(
+            "Print JSON with all classes and all images with different predictions. Without --json, lists of over 20 "
+            "rows are cut.",
+            "--json",
+        ),
     ] = False,
 ) -> None:
     """Measure top-1, top-5 and per-class accuracy of a model on labeled images, or compare it with a second model."""

@@ -31,10 +31,17 @@ def train(
     ] = "vit_micro_patch7_28",
     weights: Annotated[
         str | None,
-        option("Start from these weights: a file, a folder or a Hub id (default: --model's own, or random)."),
+        option(
+            "Start from these weights: a file, a folder or a Hub id (default: those of --model if it is a file or Hub "
+            "id, else random)."
+        ),
     ] = None,
     validation: Annotated[
-        Path | None, option("Validation images, in the same subfolders as DATA. Only if DATA contains no test set.")
+        Path | None,
+        option(
+            "Folder of validation images, with subfolders of the same names as DATA. Not for torchvision data or the "
+            "bundled digits, which contain a test set."
+        ),
     ] = None,
     epochs: Annotated[
         int | None, option("Number of epochs (default: 10; vit_micro_patch7_28: 60; vit_mnist: 5).")
