@@ -12,8 +12,8 @@ backward, dy is dout rotated by the opposite angle. With dn = dy w, and means ov
     dx = rstd (dn - mean(dn) - n mean(dn n)),  dw = sum dy n,  db = sum dy
 
 The sums for the norm of q run over all x of q, those for the norm of k over all x of k. For RMSNorm, mean and mean(dn)
-are replaced by 0, so the variance is mean(x^2).
-Each program sums dw and db over its own heads. torch adds these sums in a fixed order, so results are deterministic.
+are replaced by 0, so the variance is mean(x^2). Each program sums dw and db over its own heads. torch adds these sums
+in a fixed order, so results are deterministic.
 
 A program processes ROWS heads at once as two tiles [ROWS, BLOCK], BLOCK >= D / 2: the first and the second channel of
 each pair. The kernels also copy v, unless they work in place.

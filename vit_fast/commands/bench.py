@@ -45,7 +45,14 @@ def bench(
             metavar="1,8|best",
         ),
     ] = None,
-    dtypes: Annotated[str | None, option("Dtypes: fp32, tf32 (GPU only), fp16, bf16.", metavar="A,B")] = None,
+    dtypes: Annotated[
+        str | None,
+        option(
+            "Dtypes: fp32, tf32 (GPU only), fp16, bf16. The default is bf16 on a GPU; on a CPU it is fp32, and also bf16 "
+            "if the CPU has bf16 instructions.",
+            metavar="A,B",
+        ),
+    ] = None,
     candidates: Annotated[
         str | None, option("Candidates to measure; see --list-candidates.", metavar="eager,timm+compile")
     ] = None,
