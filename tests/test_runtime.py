@@ -169,7 +169,7 @@ def test_errors_of_calls() -> None:
     for given, message in (
         (inputs | {"hidden_states": inputs["hidden_states"].clone().requires_grad_()}, "must not require gradients"),
         (inputs | {"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens must not be given"),
-        (grids(((2, 2),), frames=3), "at most max_images=2 temporal patches, got 3"),
+        (grids(((2, 2),), frames=3), "at most max_images=2 steps of its time axis, got 3"),
     ):
         with pytest.raises(vit_fast.UnsupportedInputError, match=message):
             runner(**given)

@@ -224,7 +224,8 @@ def _check_together(config: ViTConfig) -> None:
             raise ValueError(f"embed_dim must be a multiple of {name}={heads}, got {width}")
     for axis, pixels, cell in zip(("height", "width"), config.image_hw, config.patch_pixels, strict=True):
         if pixels % cell:
-            patch = f"(patch_size={config.patch_size} times stride {2 ** len(config.stem_channels)} of the stem)"
+            stem = f" times stride {2 ** len(config.stem_channels)} of the stem" if config.stem_channels else ""
+            patch = f"(patch_size={config.patch_size}{stem})"
             raise ValueError(f"img_size must be a multiple of {cell} pixels in {axis} {patch}, got {pixels}")
     divisor = {"sincos1d": 2, "sincos2d": 4}.get(config.pos_embed, 1)
     if width % divisor:

@@ -85,7 +85,8 @@ def pair(name: str, value: object) -> tuple[int, int]:
     """Returns (height, width) as positive integers; one number sets height and width."""
     sides = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, tuple | list) else ()
     if len(sides) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in sides):
-        raise ValueError(f"{name} must be a positive integer or two as (height, width), got {value!r}")
+        requirement = "must be a positive integer or a pair (height, width) of positive integers"
+        raise ValueError(f"{name} {requirement}, got {value!r}")
     check_integer(name, max(sides), 1)
     return sides[0], sides[1]
 

@@ -48,8 +48,8 @@ def bench(
     dtypes: Annotated[
         str | None,
         option(
-            "Dtypes: fp32, tf32 (GPU only), fp16, bf16. The default is bf16 on a GPU; on a CPU it is fp32, and also bf16 "
-            "if the CPU has bf16 instructions.",
+            "Dtypes: fp32, tf32 (GPU only), fp16, bf16. The default is bf16 on a GPU; on a CPU it is fp32, and also "
+            "bf16 if the CPU has bf16 instructions.",
             metavar="A,B",
         ),
     ] = None,

@@ -98,7 +98,8 @@ def unfuse(model: nn.Module) -> None:
     fused = {name: module for name, module in model.named_modules() if isinstance(module, FusedModule)}
     wrapped = {name: type(module).__name__ for name, module in fused.items() if "original" not in vars(type(module))}
     raise_unsupported(
-        "unfuse", [f"{name or 'model'} is wrapped as {cls}: unfuse before fully_shard" for name, cls in wrapped.items()]
+        "unfuse",
+        [f"{name or 'model'} is wrapped as {cls}: call unfuse before fully_shard" for name, cls in wrapped.items()],
     )
     for module in fused.values():
         _restore_class(module)

@@ -233,7 +233,8 @@ def _by_sequences(
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] > len(q) or min(lengths, default=0) < 0:
         shown = f"{bounds[:8]}{' ...' if len(bounds) > 8 else ''}"
-        raise ValueError(f"cu_seqlens must start with 0, never decrease and end with at most {len(q)}, got {shown}")
+        limit = f"{len(q)}, the number of tokens"
+        raise ValueError(f"cu_seqlens must start with 0, never decrease and end with at most {limit}, got {shown}")
     if max(lengths, default=0) > max_seqlen:
         raise ValueError(f"max_seqlen must be at least {max(lengths)}, the longest sequence, got {max_seqlen}")
     outputs, start = [], 0

@@ -263,7 +263,8 @@ def _folded(t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]
         weight, sums, shift = (getattr(t, f"{name}_{part}") for part in ("weight", "sum", "bias"))
         rows = getattr(t, f"{name}_row_scale", None)
         if rows is None and weight.dtype != s.dtype:
-            reason = f"x or autocast must have the dtype of the cached weights, {weight.dtype}, got {s.dtype}"
+            required = f"{weight.dtype} like the cached weights"
+            reason = f"the dtype of x, or of autocast if it is enabled, must be {required}, got {s.dtype}"
             raise UnsupportedInputError("a block with cached weights", [reason])
         folded[name] = FoldedLinear(weight, sums if sums.numel() else None, shift, rows)
     return folded

@@ -133,7 +133,8 @@ class GraphRunner:
         """
         call = self._tower.read(*args, **kwargs)
         if min(call.lengths, default=1) < 1:
-            raise ValueError(f"each image must have at least one token, got {call.lengths} tokens: check the sizes")
+            how = "check the grids or sizes of the images"
+            raise ValueError(f"each image must have at least one token, got {call.lengths} tokens: {how}")
         if self._eager or not call.lengths:
             with torch.no_grad():
                 return self._tower.eager(*args, **kwargs)
@@ -191,7 +192,8 @@ class GraphRunner:
         if (longest := max(call.lengths)) > self.budgets[-1]:
             yield f"an image must have at most {self.budgets[-1]} tokens, the largest budget, got {longest}"
         if max(call.sequences) > self._sequences:
-            yield f"a video must have at most max_images={self._sequences} temporal patches, got {max(call.sequences)}"
+            requirement = f"a video must have at most max_images={self._sequences} steps of its time axis"
+            yield f"{requirement}, got {max(call.sequences)}: each step counts as an image"
         if change := self._watched.change(self):
             yield change
         leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
