@@ -15,8 +15,9 @@ W'' = W diag(gamma), z = rstd x W''^T + c and rstd = 1 / sqrt(mean(x^2) + eps).
 
 One launch folds up to two layers, usually qkv and fc1, and permutes rows of W in two cases:
 
-- Gated layers act(g) u: rows 2j and 2j + 1 of W'' come from row j of the weight of g and row j of the weight of u. Each
-  output tile of the matmul then contains g and u.
+- A gated layer computes act(g) u, where g and u are the outputs of two linear layers after the same LayerNorm. Rows 2j
+  and 2j + 1 of W'' come from row j of the weight of g and row j of the weight of u. Each output tile of the matmul then
+  contains g and u.
 - Rotary embeddings of channels j and j + D/2 in each head of q and k (D is head_dim): the channels of a pair become
   adjacent. q k^T stays the same, because q and k are permuted equally.
 

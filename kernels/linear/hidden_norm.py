@@ -10,10 +10,11 @@ g = (ls dy) W'' the gradient of h^:
     dh    = rstd (g - h^ * along)
     along = sum_F(g * h^) / F = sum_C(ls dy * (y' - c)) / F, one number per token
 
-The two sums are equal, because y' - c = h^ W''^T. dh omits the mean of g over F: for a LayerNorm, each row of W'' sums
-to 0 except for rounding errors. The forward stores y' - c. `_along_kernel` computes `along` from y' - c and dy, and
-also sums dy over M for the gradients of beta and bias. The matmul of `linear.activation_gradient` then computes g and
-dh, and stores h^. For the gradients of W, gamma, beta and bias, substitute dz = ls dy and n = h^ in `gradients.py`.
+The two sums are equal, because y' - c = h^ W''^T. For a LayerNorm, dh omits the mean of g over F. This mean is 0 except
+for rounding errors, because each row of W'' sums to 0. The forward stores y' - c. `_along_kernel` computes `along` from
+y' - c and dy, and also sums dy over M for the gradients of beta and bias. The matmul of `linear.activation_gradient`
+then computes g and dh, and stores h^. For the gradients of W, gamma, beta and bias, substitute dz = ls dy and n = h^ in
+`gradients.py`.
 
 Source: differentiation of the formulas above.
 """

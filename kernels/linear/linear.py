@@ -40,7 +40,7 @@ def layer_norm_linear(
         head_step: Norms and rotary embeddings that the epilogue applies to q and k.
         out_part: Output: LayerNorm statistics of the result (`row_parts.py`).
         dtype: Dtype of the result; None means the dtype of `x.source`.
-        out_scale: Reciprocal scale of a result in e4m3, fp32 [1].
+        out_scale: For a result in e4m3: the reciprocal scale, which multiplies the result before rounding, fp32 [1].
     """
     (M, _), F = x.source.shape, folded.weight.shape[0]
     out, z, mean, rstd = x.source.new_empty((M, F // (2 if gated else 1)), dtype=dtype), None, None, None
@@ -72,7 +72,7 @@ def linear_residual(
         statistics: Also return LayerNorm statistics; y must be half precision.
         dtype: Dtype of y if there is no residual; None means the dtype of h.
         out8: Output: y in e4m3 [M, C].
-        out_scale: Reciprocal scales of out8, fp32 [C].
+        out_scale: For out8: reciprocal scales, which multiply y before rounding to e4m3, fp32 [C].
     """
     M, C = h.shape[0], weight.shape[0]
     bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, scale))
@@ -103,7 +103,8 @@ def activation_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Backward of fc2 and the activation: returns dz~, row_part, column_part and h.
 
-    z is the output of fc1. h = act(z), or act(g) u if gated. mean and rstd are of x, the input of the LayerNorm of fc1.
+    z is the output of fc1. h = act(z), or act(g) u if gated. `x` is the input of the LayerNorm of fc1, and has the
+    statistics mean and rstd.
 
     - dz~ [M, columns of z]: rstd dz, where dz is the gradient of z. It is dz if x was fp32, and in constant rows of x.
     - row_part, fp32 [M, parts], contains partial sums of dz * (z - c) over the columns of z. `folding.py` defines c.
@@ -111,7 +112,8 @@ def activation_gradient(
 
     `grad` is dy [M, C], the gradient of the MLP's output after LayerScale. `scaled` is diag(LayerScale) W2 [C, F] with
     the weight W2 of fc2. If a norm lies between h and fc2 (`hidden_norm.py`), W2 is the folded weight, and the last
-    result is the normalized h. Then also pass `hidden` (mean and rstd of h, fp32 [2, M]) and its `along` (fp32 [M]).
+    result is the normalized h. Then also pass `hidden` (mean and rstd of h, fp32 [2, M]), and `along` (fp32 [M]) from
+    `hidden_norm.along_rows`.
     """
     (M, width), F = z.shape, scaled.weight.shape[1]
     out, h = torch.empty_like(z), z.new_empty((M, F))

@@ -1,4 +1,4 @@
-"""Split-K for matmuls with the "residual" epilogue: adds the partial sums that the "partial" epilogue stores.
+"""Split-K for `linear_residual`: adds the partial sums that the "partial" epilogue of a matmul stores.
 
     out = [residual +] [scale] (sum of partial sums + bias), and if a LayerNorm follows, the LayerNorm statistics of out
 
@@ -34,7 +34,7 @@ def _finish_residual_kernel(
     out_ptr,  # output: [M, C]
     row_part_ptr,  # output: LayerNorm statistics, fp32 [M, 2, PARTS]; or None
     out8_ptr,  # output: out in e4m3 [M, C]; or None
-    out_scale_ptr,  # fp32 [C], reciprocal scales of out8; or None
+    out_scale_ptr,  # fp32 [C], reciprocal scales, which multiply out before rounding to e4m3; or None
     splits, M, C,
     ROWS: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip

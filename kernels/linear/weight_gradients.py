@@ -51,8 +51,8 @@ def _folded_tile(layer, program, splits, sums, ROWS: tl.constexpr, COLS: tl.cons
     (
         F, C,
         part_ptr,  # fp32 [splits, F, C], partial sums of dz~^T x or of dz^T n
-        sum_ptr,  # fp32 [sums, F], partial sums of dz over M; with shift_ptr, a view of [sums, 2, F]
-        shift_ptr,  # like sum_ptr, partial sums of dz~ * mean; or None
+        sum_ptr,  # fp32 [sums, F], partial sums of dz over M
+        shift_ptr,  # like sum_ptr, partial sums of dz~ * mean; or None. If given, both are views of one [sums, 2, F]
         weight_ptr, gate_ptr,  # [F, C] and None; with a gate, [F / 2, C] each
         gamma_ptr, beta_ptr,  # [C] or None
         out_ptr, gate_out_ptr,  # output: dW, like the weights
@@ -286,7 +286,8 @@ def parameter_gradients(
     }  # fmt: skip
     programs += sum(map(column_sum_tiles, summed))
     Launch(_weight_grad_kernel, (programs,), args, {"ROWS": ROWS, "COLS": COLS}, device=device).run()
-    programs = sum(ceil_div(each[0], _VECTOR_COLS) for each in (norm, vectors, norm2, vectors2))  # if 0, no launch
+    # `Launch.run` does nothing if there are no programs
+    programs = sum(ceil_div(each[0], _VECTOR_COLS) for each in (norm, vectors, norm2, vectors2))
     args = {"norm": norm, "branch": vectors, "norm2": norm2, "branch2": vectors2, "sums": ceil_div(M, SUM_ROWS)}
     constants = {"WEIGHT_ROWS": ROWS, "WEIGHT_COLS": COLS, "COLS": _VECTOR_COLS}
     Launch(_vector_grad_kernel, (programs,), args, constants, maxnreg=_REGISTERS, device=device).run()

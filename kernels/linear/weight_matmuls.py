@@ -31,7 +31,10 @@ def _store_parts(
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     TMA: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Computes units start, start + num_programs, ...: parts of M of a tile. Returns `start` for the next pair."""
+    """Computes units start, start + num_programs, ... of a pair. Returns `start` for the next pair.
+
+    A unit is the sum of one tile of a^T b over one part of M.
+    """
     a, b, out, P, Q = pair
     # Sizes are not specialized (see `matmul.py`); these lines tell the compiler that ALIGN divides P and Q.
     P = P // ALIGN * ALIGN
