@@ -42,7 +42,8 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
 def class_names_for(count: int, given: Sequence[str] | None, known: Sequence[str] | None) -> Sequence[str]:
     """Returns the given names, otherwise the names stored with the weights, otherwise "class 0", "class 1", ..."""
     if given is not None and len(given) != count:
-        raise ValueError(f"the model requires {count} class names, got {len(given)} from --classes or --weights")
+        origin = "--classes or, without --classes, from --weights"
+        raise ValueError(f"the model requires {count} class names, got {len(given)} from {origin}")
     return given or known or [f"class {i}" for i in range(count)]
 
 

@@ -197,7 +197,7 @@ def read_images(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -
     """
     files = find_images([sample_image()] if paths is None else paths)
     if not files:
-        raise ImageError("calibration and images must contain at least one image file or folder, got none")
+        raise ImageError("calibration (or images) must contain at least one image file or folder, got none")
     whole = [read_image(file) for file in _spread(files, count)]
     generator = np.random.default_rng(seed)
     return whole + [random_crop(whole[i % len(whole)], generator) for i in range(count - len(whole))]

@@ -54,8 +54,10 @@ def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] =
     fields = {name: value for name, value in given.items() if value is not None}
     for setting in settings:
         name, equals, text = setting.partition("=")
-        if not equals or name in fields:
-            raise ValueError(f"--set must be NAME=VALUE, and NAME must be set once, got {setting}")
+        if not equals:
+            raise ValueError(f"--set must be NAME=VALUE, got {setting}")
+        if name in fields:
+            raise ValueError(f"{name} must be set once, by --set or an option such as --lr, got --set {setting} too")
         try:
             fields[name] = json.loads(text)
         except ValueError:

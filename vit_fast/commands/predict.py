@@ -55,15 +55,19 @@ def predict(
 
     if top_k < 1:
         raise ValueError(f"--top-k must be an integer >= 1, got {top_k}")
-    if workers is not None and (out is None or workers < 0):
-        raise ValueError(f"--workers must be >= 0 and requires --out, got --workers {workers}")
+    if workers is not None and workers < 0:
+        raise ValueError(f"--workers must be an integer >= 0, got {workers}")
+    if workers is not None and out is None:
+        raise ValueError(f"--workers {workers} requires --out")
     if engine != "local" and out is None:
         raise ValueError(f"--engine {engine} requires --out")
     files = find_images(images)
     given = None if classes is None else read_class_names(classes)
     if out is not None:
-        if weights.endswith(".onnx") or data_config is not None:
-            raise ValueError("--out requires PyTorch weights without --data-config: ONNX files output no embeddings")
+        if weights.endswith(".onnx"):
+            raise ValueError(f"--out requires PyTorch weights, got {weights}: ONNX files output no embeddings")
+        if data_config is not None:
+            raise ValueError("--data-config requires an ONNX file, and --out does not support ONNX files")
         from ..apps.prediction import predict_to_parquet
 
         # workers of a cluster copy the model to their device

@@ -138,7 +138,7 @@ def record_activations(model: nn.Module, images: Tensor) -> Activations:
     of_patches = [shape for shape in seen.convolutions if 0 <= count - math.prod(shape[2:]) <= MOST_PREFIX_TOKENS]
     if not of_patches:
         shapes = [tuple(shape) for shape in seen.convolutions]
-        reason = f"a convolution must output one vector per patch, got {count} tokens and convolution outputs {shapes}"
+        reason = f"a convolution must output one vector per patch (attention has {count} tokens), got shapes {shapes}"
         raise UnsupportedInputError(what, [reason])
     _, width, rows, columns = of_patches[-1]
     prefix = count - rows * columns

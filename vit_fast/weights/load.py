@@ -256,7 +256,7 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
     if head_problem and any(name.startswith(_HEADS) for name in tensors):
         problems.append(f"head: {head_problem}")
     if any(name.startswith(_HEADS) for name in missing) or any("shape of head" in problem for problem in problems):
-        problems.append("to keep the model's head, use create_model(num_classes=N) or load_weights(replace_head=True)")
+        problems.append("to load all but the head, use create_model(num_classes=N) or load_weights(replace_head=True)")
     if problems:
         raise WeightsError(f"{source.name} ({converted.layout} layout) does not fit:\n  - " + "\n  - ".join(problems))
     report.loaded = len(tensors)

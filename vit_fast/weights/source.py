@@ -66,8 +66,8 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
         repo_id, _, revision = repository.partition("@")
         return _open(repository, lambda *names: _find_on_hub(repo_id, revision or "main", names))
     raise WeightsError(
-        f"{source}: no such file: weights must be a file ({', '.join(SUFFIXES)}), a folder like a Hub repository, or "
-        "a Hugging Face Hub id such as google/vit-base-patch16-224"
+        f"{source}: no such file: weights must be a file ({', '.join(SUFFIXES)}), a folder with the files of a "
+        "Hugging Face Hub repository, or a Hub id such as google/vit-base-patch16-224"
     )
 
 
@@ -116,10 +116,10 @@ def _read_safetensors(path: Path) -> Source:
 def _read_torch(path: Path) -> Mapping[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except pickle.UnpicklingError:
         raise WeightsError(
             f"{path}: must contain tensors only, because loading other objects can run code "
-            f"({_first_line(error)}): save only the state dict, preferably as .safetensors"
+            "(torch.load failed with weights_only=True): save only the state dict, preferably as .safetensors"
         ) from None
     if not isinstance(content, Mapping):
         raise WeightsError(f"{path}: must contain a state dict, got {type_name(content)}")

@@ -123,7 +123,8 @@ class NaFlexTower(PaddedTower):
             return Call([1] * len(x), [1] * len(x), (x,), (), [*reasons, reason])
         _, lengths, fits = read_grids((patch_coord * patch_valid[..., None]).amax(1) + 1, patch_valid)
         if not fits:
-            reasons.append("patch_valid must be true for exactly the first height * width patches of each image")
+            first = "the first rows * columns patches of each image (rows and columns: patch_coord)"
+            reasons.append(f"patch_valid must be true for exactly {first}")
         lengths = [self.prefix + length for length in lengths]
         return Call(lengths, [1] * len(x), (x, patch_coord, patch_valid), (), reasons)
 

@@ -130,7 +130,8 @@ class Siglip2Tower(PaddedTower):
         mask = pixel_values.new_ones((batch, width)) if pixel_attention_mask is None else pixel_attention_mask
         shapes, lengths, fits = read_grids(spatial_shapes, mask)
         if not fits:
-            reasons.append("pixel_attention_mask must be 1 for exactly the first height * width patches of each image")
+            first = "the first rows * columns patches of each image (rows and columns: spatial_shapes)"
+            reasons.append(f"pixel_attention_mask must be 1 for exactly {first}")
         return Call(lengths, [1] * batch, (pixel_values, mask, shapes.tolist()), options, reasons)
 
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
