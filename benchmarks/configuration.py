@@ -147,7 +147,7 @@ def make_configuration(
         names = ("fp32", "bf16")
     if data != "device" and (data != "host" or kind == "cpu" or any(model.data is None for model in found)):
         raise ValueError(f"--data must be device (host needs a GPU and models that take images), got {data} on {where}")
-    # the least memory of a call: two inputs, the residual stream and one hidden layer
+    # the least memory: two batches of inputs (rotating_batches), the residual stream and one hidden layer
     widths = [m.config.seqlen * (m.config.embed_dim + m.config.hidden_dim) if m.config else 0 for m in found]
     numbers = max(2 * math.prod(m.shape) + width for m, width in zip(found, widths))
     per_image, available = numbers * min(DTYPES[name].itemsize for name in names), memory_bytes(where)

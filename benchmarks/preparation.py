@@ -45,7 +45,8 @@ LEARNING_RATE = 1e-6
 RULE = (  # in words, for the record
     f"error <= {FORWARD_FACTOR} x eager's error in the same dtype (gradients: {GRADIENT_FACTOR} x) + eps(dtype) / 2 x "
     f"size of the output; an error is the difference from eager in fp64; the rule must hold for root mean squares and "
-    f"largest magnitudes (+ {NOISE:g}), on up to {MAX_CHECKED_IMAGES} images of the batch; all outputs must be finite"
+    f"largest magnitudes (limit + {NOISE:g}), on up to {MAX_CHECKED_IMAGES} images of the batch; all outputs must be "
+    f"finite"
 )
 
 
@@ -136,7 +137,7 @@ def make_problem(group: Group, images: Sequence[Path]) -> Problem:
 
 
 def checked_rows(group: Group) -> list[int]:
-    """Returns indices of images to check: all for an MLP's gradients, two for attention, which is large in fp64."""
+    """Returns indices of images to check: all for an MLP, two for attention, which is large in fp64."""
     most = {"attention": 2, "mlp": group.batch_size}
     return measuring.spread(group.batch_size, most.get(group.model.kind, MAX_CHECKED_IMAGES))
 

@@ -1,7 +1,8 @@
 """Records of `vit-fast bench`: rows, journal of a run, and comparison.
 
-A row describes one candidate in one group (see models.Group): the status, and the figures if measured. During a run,
-rows are appended to FOLDER.partial/rows.jsonl and synced to disk, so that a killed run can be resumed.
+A row describes one candidate in one group (see models.Group): the status, and the figures if measured. A control
+compares two timings of one candidate, which differ only by noise. During a run, rows are appended to
+FOLDER.partial/rows.jsonl and synced to disk, so that a killed run can be resumed.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def add_timing(row: Row, timing: Samples, group: Group) -> None:
 
 
 def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row]) -> None:
-    """Adds shares of the matmul ceiling, and ratios to the fastest peer, at full precision if there is one."""
+    """Adds shares of the matmul ceiling, and ratios to the fastest peer. Peers at full precision take precedence."""
     for row in measured(rows):
         if ceiling := ceiling_of(row["precision"], ceilings):
             share = row["TFLOP_per_s"] and row["TFLOP_per_s"] / ceiling

@@ -198,7 +198,7 @@ def label(row: Row, *, precision: bool = True) -> str:
 
 
 def not_measured(record: Record) -> list[str]:
-    """Returns lines with the candidates without figures, by reason, and the groups if only some have the reason."""
+    """Returns a line per reason why candidates have no figures. It names the groups if only some have the reason."""
     grouped = groups(record)
     titles: dict[tuple[str, str], list[str]] = defaultdict(list)
     names: dict[str, list[str]] = defaultdict(list)
@@ -228,7 +228,7 @@ def _columns(record: Record, width: int | None) -> list[str]:
 
 
 def tables(record: Record, width: int | None = None) -> Iterator[Table]:
-    """Yields the tables of the measured rows of each group, with columns that fit into a width, and of profiles."""
+    """Yields a table of measured rows per group, with columns that fit into `width`, then the tables of profiles."""
     columns = _columns(record, width)
     grouped = groups(record, "measured")
     for title, rows in grouped.items():

@@ -30,7 +30,8 @@ from .records import Journal, Record, Status, key_of, make_row
 
 # The name of the second timing of the fastest full-precision candidate in a group.
 AGAIN = "again"
-# A measurement that is cut short counts with FLOOR_REPEATS repeats, or with FLOOR_LEAST_REPEATS that took FLOOR_MS.
+# A measurement that ends early is still valid if it has FLOOR_REPEATS repeats, or if it has FLOOR_LEAST_REPEATS repeats
+# that took FLOOR_MS together.
 FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
 ROUNDS_BETWEEN = 5  # rounds between two checks of the noise
 EXPECTED_ROUNDS = 15  # the next candidate is only prepared if this many rounds fit into the time
@@ -213,9 +214,10 @@ class _Run:
 class Watch:
     """Decides after every round if the timing of a group is done; see clock.time_interleaved.
 
-    Timing ends when the protocol is satisfied, or after the time limit as soon as there are enough repeats. If
-    `allocated`, timing continues while noise prevents a ranking. The fastest candidate at full precision (`best`) is
-    timed twice. `running` is the candidate that was called last; `again` is called after every round.
+    Timing ends when the protocol is satisfied, or after the time limit as soon as there are enough repeats. If the
+    group has a share of the time budget (`allocated`), timing continues while noise prevents a ranking. The fastest
+    candidate at full precision (`best`) is timed twice. `running` is the candidate that was called last. The caller
+    sets `again`, which is called after every round to restart the caller's time limit.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ CASES = [
     for group in made.groups()
     for candidate in made.candidates[group.model.kind]
 ]
-# Inputs of Qwen2.5-VL's tower: frames, height and width in patches.
+# Inputs of Qwen2.5-VL's tower: numbers of patches along time, height and width. A patch covers two frames.
 GRIDS = {"document": (1, 92, 66), "photo": (1, 54, 72), "thumbnail": (1, 16, 16), "16-frame video": (8, 24, 36)}
 
 

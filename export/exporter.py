@@ -53,7 +53,7 @@ def export_onnx(
         dynamic_batch: True accepts any batch size, False only 1.
         dynamic_size: Accept any height and width divisible by the patch size; positions are interpolated in the graph.
         precision: "fp32", "fp16", "bf16", "int8" (calibrated), "int8-dynamic" (ranges are computed at run time), or
-            "fp8" (e4m3, calibrated). In 8-bit precisions, layers stay in float until the loss is acceptable.
+            "fp8" (e4m3, calibrated). If 8 bits change the outputs too much, some layers stay in float.
         preprocess: Accept uint8 pixels [batch, height, width, channels] of any size; the file resizes, crops and
             normalizes the images.
         target: "generic": standard operators only. "ort-cpu", "ort-cuda": ONNX Runtime's fused operators. "tensorrt":
@@ -156,7 +156,7 @@ def _complete(
 def _images(
     options: ExportOptions, calibration: Iterable[str | Path] | None, images: Iterable[str | Path] | None, verify: bool
 ) -> tuple[list[Image.Image], list[Image.Image], int]:
-    """Returns calibration images, verification images, and how many verification images are not crops."""
+    """Returns images for calibration and for verification, and how many of the latter are not random crops."""
     if not options.is_eight_bit and calibration is not None:
         raise ValueError(f"calibration images require precision int8, int8-dynamic or fp8, got {options.precision}")
     if options.needs_calibration and calibration is None:
@@ -166,8 +166,9 @@ def _images(
     if not verify:
         return measured, [], 0
     given = (left_over(files, CALIBRATION_IMAGES) or None) if images is None else find_images(images)
+    # 8-bit precisions need many images, because the class changes rarely
     count = HELD_OUT_IMAGES if options.is_eight_bit else IMAGES
-    if given:  # 8-bit precisions need many images, because the class changes rarely
+    if given:  # read_images adds random crops only up to IMAGES
         count = min(count, max(IMAGES, len(given)))
     return measured, read_images(given, count, seed=1), min(count, len(given or [None]))
 
@@ -207,9 +208,9 @@ def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel, who
     new_operator = "the Attention operator needs TensorRT 10.14 or newer: for older versions, export with opset 22"
     no_data_config = "the model has no data_config: pass data_config to store the preprocessing in the metadata"
     few_images = (
-        f"the outputs were compared on few whole images ({whole}) and crops of them: pass "
-        f"{MIN_HELD_OUT + CALIBRATION_IMAGES} or more as `calibration` (--calibrate), of which {CALIBRATION_IMAGES} "
-        f"only calibrate, or in Python {MIN_HELD_OUT} or more as `images`"
+        f"verification used few images ({whole}) and crops of them: pass at least "
+        f"{MIN_HELD_OUT + CALIBRATION_IMAGES} images as `calibration` (--calibrate), of which {CALIBRATION_IMAGES} are "
+        f"not used for verification, or in Python at least {MIN_HELD_OUT} as `images`"
     )
     warnings = [
         *((not fusion.complete, f"not fully fused: {fusion.line()}") for fusion in report.fusions),

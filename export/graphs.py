@@ -132,7 +132,7 @@ def decompositions(options: ExportOptions) -> dict[Any, Callable[..., Any]]:
             heads = q.shape[1]
             q, k, v = (each.transpose(1, 2).flatten(2) for each in (q, k, v))
             return _on_tokens(q, k, v, heads, scale, options).unflatten(2, (heads, -1)).transpose(1, 2)
-        if attn_mask is None and options.attention:  # TensorRT supports only the first output
+        if attn_mask is None and options.attention:  # torch would add three outputs, which TensorRT does not support
             return symbolic(
                 "Attention", (q, k, v), {"scale": scale}, dtype=q.dtype, shape=q.shape, version=ATTENTION_OPSET
             )

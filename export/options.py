@@ -69,7 +69,10 @@ class ExportOptions:
 
     @property
     def dtype(self) -> str:
-        """Dtype of layers that are not quantized. 8-bit files for TensorRT use fp16, because TensorRT adds no casts."""
+        """Dtype of layers that are not quantized. In 8-bit files: fp16 for fp8 and for TensorRT, otherwise fp32.
+
+        TensorRT adds no casts, so it computes these layers in the dtype of the file.
+        """
         if not self.is_eight_bit:
             return self.precision
         return "fp16" if self.precision == "fp8" or self.target == "tensorrt" else "fp32"

@@ -1,4 +1,4 @@
-"""Quantizes a graph to 8 bits: smooths, calibrates, and keeps layers in float until the loss is within the budget.
+"""Quantizes a graph to 8 bits: smooths, calibrates, and keeps just enough layers in float to meet the error budget.
 
 Quantizes the linear layers inside blocks and, for e4m3, the MatMuls of attention. Norms, patch embedding and head stay
 in float, because they need only a few percent of a ViT's operations. The quantizers of ONNX Runtime write the nodes,
@@ -138,7 +138,7 @@ def quantize(
 
 
 def quantize_file(source: Path, path: Path, target: Target, files: Sequence[Path]) -> Quantized:
-    """Quantizes a float file of any exporter: its linear layers over tokens, calibrated on image files, to int8."""
+    """Quantizes the linear layers over tokens of any exporter's float file to int8; calibrates on image files."""
     info = inspect_onnx(source)
     signature = read_signature(info)
     if signature.dtype != np.float32 or signature.image_hw is None:

@@ -141,7 +141,7 @@ class _Recorder(TorchDispatchMode):
         self._steps: list[Step] = []
         self._addresses: list[At] = []
         self._kernels: dict[int, Any] = {}
-        # tensor object -> (number, start address) of its value; not keyed by address: two values may have the same
+        # tensor object -> (number, start address) of its value; not keyed by address, which two values may share
         self._places: Any = WeakIdKeyDictionary()
         self._inputs = len(inputs)
         self._failed = not inputs or any(tensor.device != self._device for tensor in inputs)

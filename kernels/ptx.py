@@ -4,7 +4,8 @@ Programmatic dependent launch: a kernel with the constant DEPENDENT may start be
 has ended. With small batches, this hides the time to launch a kernel and to load its weights. A kernel first computes
 only addresses, and prefetches weights into L2. This is safe even while an earlier kernel writes the weights, because a
 prefetch returns no values. Then, `wait_for_previous` waits until the previous kernel has ended, and allows the next
-kernel to start. The previous kernel waited likewise. When `wait_for_previous` returns, all earlier kernels have ended.
+kernel to start. The previous kernel has also waited for the kernel before it. Therefore, all earlier kernels have ended
+when `wait_for_previous` returns.
 
 FP8 (e4m3: 4 exponent bits, 3 mantissa bits): an FP8 linear layer reads x8 = e4m3(x / scale). The kernel that computes x
 or its LayerNorm statistics also writes x8. Instead of dividing, kernels multiply by the reciprocal of the scale, named

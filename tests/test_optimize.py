@@ -220,7 +220,7 @@ def test_a_result_is_cached_saved_and_loaded(model, images, one_engine, tmp_path
     assert not vit_fast.optimize(model, images[:2], budget_s=1, **how).from_cache, "another batch"
     assert not vit_fast.optimize(model, images, budget_s=1, again=True, **how).from_cache
     (tmp_path / "bad.json").write_text("{}")
-    for file, other, message in (("fast", {"depth": 1}, "optimized model's class"), ("bad", {}, "must be 2, got None")):
+    for file, other, message in (("fast", {"depth": 1}, "saved for another model"), ("bad", {}, "must be 2, got None")):
         with pytest.raises(ValueError, match=message):
             vit_fast.load_optimized(tmp_path / f"{file}.json", vit_fast.create_model("vit_test", **other))
 

@@ -57,7 +57,7 @@ class CachedResult:
         if not all(isinstance(part, dict) for part in (key, candidate, figures)):
             raise ValueError("key, candidate and figures must be JSON objects")
         if lacking := [*(name for name in KEY if name not in key), *(name for name in FIGURES if name not in figures)]:
-            raise ValueError(f"key and figures must also contain {', '.join(lacking)}")
+            raise ValueError(f"key or figures lacks {', '.join(lacking)}")
         return cls(key, Candidate.from_dict(candidate), figures)
 
     def write(self, path: Path) -> None:

@@ -128,7 +128,7 @@ class Candidate:
         """Reads the output of to_dict; raises ValueError for an unknown field, type, engine or precision."""
         for name, value in data.items():
             if name not in CONFIGURATION:
-                raise ValueError(f"fields must be among {', '.join(CONFIGURATION)}, got {name}={value!r}")
+                raise ValueError(f"candidate's fields must be among {', '.join(CONFIGURATION)}, got {name}={value!r}")
             if not isinstance(value, str | bool | int):
                 raise ValueError(f"{name} must be a str, bool or int, got {value!r}")
         for name, known in (("engine", get_args(Engine)), ("precision", PRECISIONS)):

@@ -239,7 +239,10 @@ def load_optimized(
         device_of_example(example)
     module = _snapshot(model, example)
     if result.key["model"] != cache.model_key(module):
-        raise ValueError(f"{path}: model must have the optimized model's class and shapes, or be the same ONNX file")
+        raise ValueError(
+            f"{path} was saved for another model: model must have the same class and a state_dict with the same "
+            "names, shapes and dtypes; an ONNX file must have the same content"
+        )
     if example is None:
         (shape, dtype), *others = result.key["example"]
         if others or len(shape) != 4:

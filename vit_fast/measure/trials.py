@@ -182,7 +182,8 @@ def _exact(model: nn.Module) -> tuple[Callable[..., Any], float]:
             unfuse(exact)
             return with_inputs(exact.double(), Tensor.double)(*args, **kwargs)
         except Exception as error:  # the model may raise any type
-            reason = f"the model fails in fp64, the reference for candidates: {describe_error(error)[:200]}"
+            failure = describe_error(error)[:200]
+            reason = f"candidates are compared with the model in fp64, but the model fails in fp64: {failure}"
             raise UnsupportedInputError("optimizing this model", [reason]) from None
 
     return run, 0.0
