@@ -12,8 +12,9 @@ per row, and dz and out * mean per column. Three cases differ from the formulas:
   large rstd would amplify rounding errors of the weight gradient. "layer_norm_grad" multiplies acc by |rstd| instead.
 - The input was fp32. x is then n, the normalized input (`layer_norm.py`); "activation_grad" and "gated_grad" use 1 for
   rstd. "layer_norm_grad" computes out = [residual +] rstd * acc - n * coefficient; coefficient has rstd, not rstd^2.
-- A norm of h follows (`hidden_norm.py`): acc is the gradient of h^, the normalized h. The gradient of h replaces acc:
-  |rstd of h| (acc - h^ * along), where `along` is the mean of acc h^ over a row. The epilogue stores h^, not h.
+- A norm of h follows (`hidden_norm.py`): acc is the gradient of h^, the normalized h. The formulas then use the
+  gradient of h, |rstd of h| (acc - h^ * along), in place of acc. `along` is the mean of acc h^ over a row. The epilogue
+  stores h^, not h.
 
 `where` and SHAPE are as in `forward_epilogues.py`. `linear/gradients.py` explains the formulas.
 """

@@ -7,9 +7,9 @@ torch.nn.Linear. `matmul_launch.py` launches the kernel, and `matmul_policy.py` 
 `forward_epilogues.py` and `gradient_epilogues.py` contain the formulas of most epilogues. The epilogue "partial" is for
 split-K: out[split] = A B over one of `splits` parts of K, in fp32. `split_k.py` sums the parts.
 
-Tensor cores of sm_90 accumulate products in e4m3 (`ptx.py`) in about 14 bits: each MMA over 32 elements of K adds a
-relative error of up to 2^-13. For comparison, rounding an operand to e4m3 has a relative error of up to 2^-4. Adding
-partial sums in fp32 every 128 elements would be more precise, but 128 x 256 tiles would spill.
+If A and B are e4m3 (`ptx.py`), the tensor cores of sm_90 accumulate in about 14 bits: each MMA over 32 elements of K
+adds a relative error of up to 2^-13. For comparison, rounding an operand to e4m3 has a relative error of up to 2^-4.
+Adding partial sums in fp32 every 128 elements would be more precise, but 128 x 256 tiles would spill.
 
 Under autocast, the residual stream (out and residual of the epilogues "residual" and "layer_norm_grad") may be fp32,
 while A and B are half precision.
@@ -59,7 +59,8 @@ def _matmul_kernel(
     out,  # [M, N]; "gated": [M, N / 2]; "gated_grad": [M, 2 N], like z; "partial": fp32 [splits, M, N]
     # below, "layer_norm" stands also for "gated", "rotary" and "qk_norm", and "activation_grad" also for "gated_grad"
     z,  # [M, N] or None. "layer_norm" stores the pre-activation, "activation_grad" reads it; "residual" stores acc
-    h,  # [M, N] or None. "activation_grad" stores h or the normalized h^; "layer_norm_grad" stores out in a's dtype
+    h,  # [M, N] or None. "activation_grad" stores the hidden layer h, or the normalized h^ if a norm of h follows;
+    # "layer_norm_grad" stores out in a's dtype
     x,  # [M, N] or None. "layer_norm_grad" reads the LayerNorm's input, normalized if it was fp32 (layer_norm.py)
     residual,  # [M, N] or None
     mean_ptr,  # fp32 [M] or None. Forward epilogues store it, gradient epilogues read it (None if x is normalized)
@@ -71,9 +72,10 @@ def _matmul_kernel(
     out8,  # [M, N] e4m3 or None: "residual" stores out * out_scale (a reciprocal scale, ptx.py)
     out_scale_ptr,  # fp32 [N] for out8; fp32 [1] if "layer_norm" stores `out` in e4m3; else None
     row_part_ptr,  # fp32 or None. Forward: [M, 2, PARTS], partial LayerNorm statistics of A (row_parts.py).
-    # Gradients: [M, PARTS], partial sums of rows, which "activation_grad" stores and "layer_norm_grad" reads
+    # Gradients: [M, PARTS], partial sums of dz (z - bias) per row (gradient_epilogues.py), which "activation_grad"
+    # stores and "layer_norm_grad" reads
     out_part_ptr,  # fp32 [M, 2, OUT_PARTS] or None: "residual" and "gated" store partial LayerNorm statistics of out
-    column_part_ptr,  # fp32 [M / BLOCK_M, 2, columns of z]: "activation_grad" stores partial sums of columns
+    column_part_ptr,  # fp32 [M / BLOCK_M, 2, columns of z]: "activation_grad" stores column sums of dz, out * mean
     hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of h if a norm of h follows; else None
     along_ptr,  # fp32 [M], mean over N of h^ * (gradient of h^); None without a norm of h
     norm_weights, norm_biases,  # "qk_norm": vectors [HEAD] for q and k; (None, None): weights 1, biases 0
@@ -94,7 +96,7 @@ def _matmul_kernel(
     WHOLE: tl.constexpr,  # all pieces have full width
     HEAD: tl.constexpr,  # "rotary", "qk_norm": channels of a head; in "qk_norm" also columns of a sub-tile
     NORM: tl.constexpr,  # of q and k: "layer_norm", "rms_norm" or "none"
-    HALVES: tl.constexpr,  # rotary pairs are (j, j + HEAD / 2) in norm weights and biases; in z always (2j, 2j + 1)
+    HALVES: tl.constexpr,  # rotary pairs: (j, j + HEAD / 2) in norm weights and biases; (2j, 2j + 1) in z (folding.py)
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of the tables: rows, pairs
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
     DEPENDENT: tl.constexpr,  # starts before the previous kernel ends, and prefetches B (ptx.py)

@@ -160,8 +160,8 @@ def matmul_launch(
     dependent = config.dependent and o.b_is_nk  # B is then a weight, which may be prefetched (ptx.py)
     rows, cols, depth = config.block_m, config.block_n, config.block_k
 
-    # early loads (EARLY of the kernel) need registers: with e4m3, load one sub-tile of the residual early; if x is fp32
-    # or h stores a copy of out, do not load x early
+    # Early loads (EARLY of the kernel) need registers. With e4m3, only one sub-tile of the residual is loaded early. x
+    # is not loaded early if x is fp32, or if h stores a copy of out.
     early = 1 if o.out8 is not None or o.a.dtype == torch.float8_e4m3fn else config.sub_tiles
     if o.x is not None:
         early = int(o.x.element_size() == 2 and o.h is None)

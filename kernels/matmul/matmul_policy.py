@@ -219,7 +219,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
         table = _pointer_table(arch, kind, epilogue)
     if epilogue == "weight_matmuls":  # it splits the sum over M to fill the multiprocessors, and needs no small tiles
         table = table[:1]
-    # on blackwell, larger tiles would spill: with `dependent`, the kernel has one more argument, a pointer to B
+    # on blackwell, tiles of more than 64 x 64 would spill: with `dependent`, the kernel has one more argument, `b_ptr`
     most = 64 * 64 if generation(arch) == "blackwell" else 128 * 128
     early = (c.ctas_per_sm > 1 and c.block_m * c.block_n <= most and starts_early(arch) for c in table)
     return tuple(replace(c, dependent=dependent) for c, dependent in zip(table, early))

@@ -116,7 +116,8 @@ def load_rows(pointer, row, M, ROWS: tl.constexpr):
 
 @triton.jit
 def sum_row_parts(pointer, row, M, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Returns the sums of ROWS rows of [M, PARTS], from `row` on. Layout of tiles: as in `combine_statistics`."""
+    """Returns the sums of ROWS rows of [M, PARTS], from `row` on."""
+    # the parts are on axis 0 of the tiles, see `combine_statistics`
     step = tl.arange(0, ROWS)
     base = pointer + tl.cast(row, tl.int64) * PARTS
     total = tl.zeros((ROWS,), tl.float32)
