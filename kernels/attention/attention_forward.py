@@ -40,8 +40,8 @@ from .attention_tiles import (
     zero_tile,
 )
 
-# Up to LENGTH_CLASS consecutive values of n_kv share one compiled row kernel, which compares LENGTH_CLASS columns with
-# n_kv. With 8, three programs for 197 keys fit on a multiprocessor of sm_90; with 16, only two.
+# Up to LENGTH_CLASS consecutive values of n_kv share one compiled row kernel, which compares the indices of
+# LENGTH_CLASS keys with n_kv. With 8, three programs for 197 keys fit on a multiprocessor of sm_90; with 16, only two.
 LENGTH_CLASS = tl.constexpr(8)
 
 
@@ -157,7 +157,8 @@ def _online_step(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_fwd_looped_kernel(
-    # q, q_hi: pointers to q, or descriptors of blocks LO and HI (attention_tiles.py). k_a: full tiles; k_b, k_c: rest
+    # q, q_hi: pointers to q, or descriptors of blocks LO and HI (attention_tiles.py)
+    # k_a: k for full tiles. k_b, k_c: k for the remaining keys
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None

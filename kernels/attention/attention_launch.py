@@ -78,7 +78,10 @@ def looped_launch(
     config: ForwardConfig | BackwardConfig, args: Mapping[str, Any], sequences: torch.Tensor | None,
     key_mask: torch.Tensor | None, tails: int = 1, constants: Mapping[str, Any] | None = None,
 ) -> Launch:  # fmt: skip
-    """Returns a `tiled_launch` that loops over full tiles of `streamed`; at most `tails` tiles cover the rest."""
+    """Returns the `tiled_launch` of a kernel that loops over tiles of `streamed`; `tiled_launch` describes the tensors.
+
+    For fixed inputs, the loop takes full tiles, and at most `tails` tiles cover the remaining rows.
+    """
     block, step = (config.block_m, config.block_n) if "q" in own else (config.block_n, config.block_m)
     length, fixed = next(iter(streamed.values())).shape[2], sequences is None and key_mask is None
     rest = length % step if fixed else 0

@@ -96,7 +96,7 @@ class Problem:
 
     @property
     def of_one_long(self) -> Problem:
-        """The same problem with fixed inputs that are too long for the row kernel."""
+        """The same problem with fixed inputs that are too long for the row kernel, which accepts only fixed inputs."""
         longest = MAX_ROW_KEYS + 1
         return replace(self, n_q=max(self.n_q, longest), n_kv=max(self.n_kv, longest), form="fixed")
 
@@ -175,7 +175,7 @@ def _dkdv_of_sequences(problem: Problem, config: BackwardConfig) -> BackwardConf
     if width >= 80 and problem.generation == "ampere" and problem.form == "masked":
         config = replace(config, block_m=16)
     if width == 80 and (problem.arch == "sm_80" if half else problem.arch in _SMALL_AMPERE):
-        config = replace(config, block_m=16)  # tiles of 32 queries spill (in half precision only with triton 3.6)
+        config = replace(config, block_m=16)  # tiles of 32 queries spill; in half precision, only with triton 3.6
     if width == 128 and problem.generation == "hopper" and config.tma:
         config = replace(config, block_m=64, num_warps=8)
     return config
@@ -221,7 +221,8 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         # tiles of 128 queries spill
         return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=2)
     if generation == "ampere" and width == 48 and problem.arch != "sm_80":
-        # 168 registers per thread allow 3 programs of 4 warps, or 1 of 8 warps; 2 of 8 warps would spill (maxnreg=128)
+        # with 168 registers per thread, 3 programs of 4 warps fit on a multiprocessor, or 1 program of 8 warps;
+        # 2 programs of 8 warps would need maxnreg=128, and spill
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if generation == "ampere":
         # without maxnreg, ptxas uses 170 registers for 48 columns, and only one program fits per multiprocessor

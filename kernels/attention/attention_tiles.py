@@ -247,7 +247,8 @@ def over_tiles(
 
     For fixed inputs, the full tiles (if FULL) are followed by a tile of TAIL rows (if TAIL > 0). For packed and masked
     inputs with TMA, the last, partial tile is loaded through masked pointers. TMA would also load rows past `end`. A
-    NaN there would spread, as 0 * NaN = NaN. Without TMA, one loop masks all tiles of these inputs: two loops spill.
+    NaN there would spread, as 0 * NaN = NaN. Without TMA, one loop masks all tiles of these inputs, because separate
+    loops for full and last tiles would spill.
 
     Args:
         step: Function (first, second, start, end, shared, state, ROWS, FORM, TMA, MASKED, FIRST) that returns the new
