@@ -168,5 +168,5 @@ def _probe() -> None:
 
 
 def is_interpreted() -> bool:
-    """True if triton decorated these kernels for its interpreter (`TRITON_INTERPRET=1` at import)."""
+    """True if triton decorated the kernels of vit-fast for its interpreter (`TRITON_INTERPRET=1` at import)."""
     return not isinstance(_probe, triton.JITFunction)

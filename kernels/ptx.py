@@ -8,8 +8,9 @@ kernel to start. The previous kernel has also waited for the kernel before it. T
 when `wait_for_previous` returns.
 
 FP8 (e4m3: 4 exponent bits, 3 mantissa bits): an FP8 linear layer reads x8 = e4m3(x / scale). The kernel that computes x
-or its LayerNorm statistics also writes x8. Instead of dividing, kernels multiply by the reciprocal of the scale, named
-`out_scale` or `o_scale`. Divisions would add 8 % to the instructions of the longest epilogue.
+or its LayerNorm statistics also writes x8. Instead of dividing by the scale, kernels multiply by 1 / scale. Arguments
+named `out_scale` or `o_scale` contain this reciprocal. Divisions would add 8 % to the instructions of the longest
+epilogue.
 
 Sources: CUDA C++ Programming Guide, Programmatic Dependent Launch; PTX ISA, griddepcontrol (sm_90 and newer); FP8
 Formats for Deep Learning, arXiv 2209.05433.

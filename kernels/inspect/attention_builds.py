@@ -12,14 +12,15 @@ from ..device import has_fp8, matrix_instruction
 from . import offline
 from .offline import Build
 
-# (tokens, head_dim) of ViT at 224 and 384 pixels, ViT-H, SigLIP So400m; then of other tile widths (`Problem.width`).
+# (tokens, head_dim). First row: ViT at 224 and 384 pixels, ViT-H, SigLIP So400m. Second row: other tile widths
+# (`Problem.width`).
 _HALF_SHAPES = (
     (197, 64), (256, 64), (577, 64), (197, 80), (257, 80), (256, 72), (729, 72),
     (197, 32), (197, 48), (577, 48), (577, 96), (577, 128),
 )  # fmt: skip
 _FP32_SHAPES = ((197, 64), (257, 80), (577, 128))
 _FP16_SHAPES = ((197, 64), (577, 64), (257, 80))
-# (length of each packed sequence, head_dim) of images and windows of Qwen-VL, SigLIP 2; then of other tile widths.
+# (length of each packed sequence, head_dim): images and windows of Qwen-VL; SigLIP 2; then other tile widths.
 _PACKED_SHAPES = (
     (1024, 80), (64, 80), (1024, 64), (1024, 72), (1024, 128), (64, 128), (1024, 96), (1024, 48), (1024, 32),
 )  # fmt: skip

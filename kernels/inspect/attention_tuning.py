@@ -1,7 +1,7 @@
 """Measures configurations of the attention kernels on the current GPU; writes the fastest to attention_table.json.
 
-`vit-fast kernels --tune` calls `tune`. The default is the configuration that `attention_policy.py` chooses. A candidate
-must compile, run, and match the output of the default. The candidate with the lowest median device time wins.
+`vit-fast kernels --tune` calls `tune`. The default configuration is the one that `attention_policy.py` chooses. A
+candidate must compile, run, and match the output of the default. The candidate with the lowest median device time wins.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def _calls(arch: str) -> Iterator[tuple[str, torch.dtype, bool, _Call]]:
 
 
 class _Configurations:
-    """Replaces the launch policy: chooses configuration `number` of a matmul's table, or the last of a shorter table.
+    """Replaces the launch policy: chooses configuration `number` of a matmul's table, or the last if it has fewer.
 
     `splits` adds configurations of split-K to the tables of matmuls that the policy may split along K.
     """

@@ -195,8 +195,8 @@ static unsigned swizzle_bytes(CUtensorMapSwizzle swizzle) {
   return swizzle == CU_TENSOR_MAP_SWIZZLE_32B ? 32 : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64 : 128;
 }
 
-/* Returns the first rule that a map breaks, or NULL. An inner dimension may have a larger stride than an outer one:
- * in [B, H, N, D] views of packed qkv, N has a larger stride than H. */
+/* Returns the first rule that a map breaks, or NULL. No rule compares two strides: in [B, H, N, D] views of packed
+ * qkv, the inner dimension N has a larger stride than H. */
 static const char *broken_rule(const CUtensorMap *map, unsigned size, unsigned rank, const void *address,
                                const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
                                const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle) {

@@ -131,7 +131,10 @@ def read_baseline(path: Path = BASELINE_PATH) -> dict[str, Any]:
 
 
 def regressions(baseline: Mapping[str, Any], key: str, now: Stats) -> list[str]:
-    """Lists differences from the baseline: counts that grew by over 10 %, vanished instructions, or a missing build."""
+    """Lists differences from the baseline: counts that grew by over 10 %, and vanished instructions.
+
+    If the baseline does not contain the build, returns only a request to update the baseline.
+    """
     before = baseline["builds"].get(key)
     if before is None:
         return ["not in the baseline: run vit-fast kernels --update-baseline"]
@@ -144,7 +147,7 @@ def regressions(baseline: Mapping[str, Any], key: str, now: Stats) -> list[str]:
 
 
 def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> None:
-    """Writes `found`. Preserves the entries of other architectures if the triton version is the same."""
+    """Writes `found`, deleting other entries of these architectures. Deletes all entries of another Triton version."""
     builds: dict[str, Any] = {}
     if path.exists() and (old := read_baseline(path))["triton"] == triton.__version__:
         written = {key.partition("/")[0] for key in found}
