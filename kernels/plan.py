@@ -6,9 +6,9 @@ The first call with a signature runs the function, the second call also records 
 The signature consists of the function, `torch.backends.cuda.matmul.fp32_precision`, and the arguments. A tensor is
 represented by its shape, strides, dtype, device and alignment. The launches must depend only on the signature.
 
-A plan contains the compiled kernels, their grids and their arguments. Its values are the inputs, buffers (tensors that
-the function allocates), and results of torch operators. The values are numbered. An address is stored as the number of
-a value and an offset in bytes. A replay allocates the buffers and launches the kernels on the current stream.
+A plan contains the compiled kernels, their grids and their arguments. It numbers its tensors, called values: the
+inputs, buffers (tensors that the function allocates), and results of torch operators. An address is stored as the
+number of a value and an offset in bytes. A replay allocates the buffers and launches the kernels on the current stream.
 
 The function may allocate tensors, create views, launch kernels and call torch operators. A replay repeats the calls of
 torch operators. A function that, e.g., uses a global tensor or returns a number has no plan and runs in every call.
@@ -99,7 +99,7 @@ def plans() -> list[LaunchPlan | None]:
 
 
 def _record(key: tuple[Any, ...], function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Runs the function and stores its plan. If triton is still compiling a kernel, the next call records the plan."""
+    """Runs the function and stores its plan, unless triton is still compiling a kernel (`triton.AsyncCompileMode`)."""
     # detach() makes new tensor objects, so a tensor passed twice is recorded as two inputs
     own = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
     recorder = _Recorder([value for value in own if isinstance(value, Tensor)])
@@ -189,7 +189,7 @@ class _Recorder(TorchDispatchMode):
         try:
             values = [self._planned_value(everything[name]) for name in ready.names]
             self._steps.append(PlannedLaunch(ready, (x, y, z), values))
-        except (LookupError, AttributeError):  # UnplannableError, or a launcher that `PlannedLaunch` does not know
+        except (LookupError, AttributeError):  # UnplannableError (a LookupError), or an unsupported launcher
             self._failed = True
 
     def _planned_value(self, value: Any) -> Any:
@@ -264,7 +264,10 @@ class _Recorder(TorchDispatchMode):
         return LaunchPlan(self._device, buffers, list(zip(self._steps, drops)), tuple(returned), single, kernels)
 
     def _arrange(self, outputs: Sequence[View]) -> tuple[dict[int, At], tuple[Any, ...]]:
-        """Returns {recorded number: At(number in the plan, offset)}, and (shape, stride, dtype) of each allocation."""
+        """Renumbers the values. Buffers that share an allocation get the number of the allocation.
+
+        Returns {recorded number: At(number in the plan, offset)}, and (shape, stride, dtype) of each allocation.
+        """
         spans: dict[int, tuple[int, int]] = {}  # value -> indices of the first and last steps that use it
         as_tensor = {view.at.value for view in outputs}
         for position, step in enumerate(self._steps):

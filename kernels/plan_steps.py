@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .launch import Ready
 
 Values = list[Any]  # inputs, buffers and operator results of a replay, by number; None once freed
-MAX_MAPS = 256  # cached tensor maps (encoded TMA descriptors) per descriptor
+MAX_MAPS = 256  # maximum number of cached tensor maps (`CUtensorMap` of CUDA) per `TensorDescriptor` of Triton
 
 
 class UnplannableError(LookupError):
@@ -97,7 +97,9 @@ class PlannedLaunch:
         self._launch, noted, encoders = _intercept(ready.compiled, grid, values)
         self._front: tuple[Any, ...] | None = None
         self.arguments: list[Any] = []  # tuples that contain addresses are flattened
-        self._tuples: list[slice] = []  # slices of `arguments` to pass as tuples; last first: a tuple shortens the list
+        # Slices of `arguments` to pass as tuples. `__call__` replaces each slice by one tuple. The last slice is first,
+        # because a replacement changes the positions of all later arguments.
+        self._tuples: list[slice] = []
         if isinstance(noted[-1], list | tuple):  # triton 3.7 passes kernel arguments as one sequence
             # The C function flattens tuples and drops constants in every launch. To save time, do so once, here.
             kinds = nvidia.expand_signature(

@@ -110,7 +110,7 @@ def compile_all(requests: Sequence[Request], progress: Progress | None = None) -
     """
     compiled = here = 0
     tell = progress if progress is not None else lambda done, total: None
-    for request in requests:  # start other processes only once a kernel was not cached and enough kernels remain
+    for request in requests:  # compile here until one was not cached; then start processes if enough kernels remain
         if compiled and _processes(len(requests) - here) > 1:
             break
         compiled += request.compile()
