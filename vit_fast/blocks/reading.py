@@ -127,7 +127,8 @@ class Reader(Inspector):
             name = ACTIVATION_FUNCTIONS.get(activation)
         if name is None:
             names = ", ".join(reference.ACTIVATIONS)
-            self.reasons.append(f"{path} must be one of {names}, got {describe(activation)}")
+            got = activation if isinstance(activation, str) else getattr(activation, "__name__", describe(activation))
+            self.reasons.append(f"{path} must be one of {names}, got {got}")
         return name or ""
 
     def require_absent(self, path: str) -> None:

@@ -118,7 +118,9 @@ def expect(model: nn.Module, example: Any, others: Sequence[Any] = ()) -> tuple[
         output = call(model, example)
         leaves, again = leaves_of(output), leaves_of(call(model, example))
         if not leaves:
-            raise ValueError(f"the model must return floating-point tensors, got {type(output).__name__}")
+            raise ValueError(
+                f"the model must return floating-point tensors, got {getattr(output, 'dtype', type(output).__name__)}"
+            )
         if not all(bool(leaf.isfinite().all()) for leaf in leaves):
             raise ValueError("the model must return finite outputs, got NaN or infinity for the example")
         if not _are_same(leaves, again):

@@ -155,7 +155,7 @@ def _required(
         with torch.inference_mode():
             outputs = [copied(batch) for batch in images]
         if any(logits_of(output) is None for output in outputs):
-            got = type_name(outputs[0])
+            got = tuple(outputs[0].shape) if isinstance(outputs[0], Tensor) else type_name(outputs[0])
             raise ValueError(f"the model must return logits [B, classes] for min_agreement, got {got}")
         return torch.cat([logits_of(output) for output in outputs])  # type: ignore[misc]  # none is None
 

@@ -88,7 +88,7 @@ class GraphRunner:
         if list(given) not in (["example"], ["example", "batch_sizes"], ["budgets"], ["budgets", "max_images"]):
             requirement = "pass example and optionally batch_sizes, or budgets and optionally max_images"
             got = ", ".join(name if name == "example" else f"{name}={value!r}" for name, value in given.items())
-            raise ValueError(f"{requirement}: got {got or 'neither'}")
+            raise ValueError(f"{requirement}: got {got or 'None for all'}")
         self.model, self._fallback = model.eval(), fallback
         self._tower: PackedTower
         if example is not None:
