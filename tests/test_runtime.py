@@ -198,7 +198,7 @@ def test_errors_of_arguments() -> None:
     hooked, identity, image = copy.deepcopy(tower), nn.Identity(), torch.zeros(1, 3, 32, 32)
     hooked.get_submodule("merger").register_forward_hook(lambda *given: None)
     for model, options, message in (
-        (tower, {}, "optionally max_images: got neither"),
+        (tower, {}, "optionally max_images: got None for all"),
         (tower, {"example": image, "budgets": (8,)}, r"max_images: got example, budgets=\(8,\)"),
         (tower, {"budgets": (8,), "batch_sizes": (1,)}, r"max_images: got budgets=\(8,\), batch_sizes"),
         (tower, {"budgets": ()}, "budgets must be a list of one or more positive integers"),
