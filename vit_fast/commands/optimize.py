@@ -42,8 +42,7 @@ def optimize(
     memory_limit: Annotated[
         float | None,
         option(
-            "Maximum memory of a candidate in MiB: what its build adds to the memory of MODEL, plus the peak of one "
-            "call.",
+            "Maximum memory of a candidate in MiB, not counting MODEL: what its build adds, plus the peak of one call.",
             min=0.001,
         ),
     ] = None,

@@ -212,7 +212,8 @@ class QkvStep(NamedTuple):
     def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor | None:
         """Converts `grad` in place from the gradient of attention's input to the gradient of the qkv matmul's output.
 
-        If rope_head > 0, also moves channels 2j and 2j + 1 to j and j + D/2. Returns `sums` for `norm_gradients`.
+        If rope_head > 0, the matmul's weight was permuted. `grad` then gets the order of the original weight: channels
+        2j and 2j + 1 move to j and j + D/2. Returns `sums` for `norm_gradients`.
         """
         from ..kernels import rotary
 
