@@ -85,7 +85,7 @@ def _query_tile(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_bwd_dq_kernel(
     # q, q_hi: pointers to q, or descriptors of blocks LO and HI (attention_tiles.py)
-    # k_a: k for full tiles. k_b: k for the remaining keys
+    # k_a: k for full tiles. k_b: k for the last tile, or for all tiles if one loop masks all (over_tiles)
     q, q_hi, do, do_hi, o, o_hi, dq, dq_hi, k_a, k_a_hi, k_b, k_b_hi, v_a, v_a_hi, v_b, v_b_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # output: fp32 [B, H, N_q], contiguous
@@ -155,7 +155,7 @@ def _dkdv_step(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_bwd_dkdv_kernel(
     # k, k_hi: pointers to k, or descriptors of blocks LO and HI (attention_tiles.py)
-    # q_a: q for full tiles. q_b: q for the remaining queries
+    # q_a: q for full tiles. q_b: q for the last tile, or for all tiles if one loop masks all (over_tiles)
     q_a, q_a_hi, do_a, do_a_hi, q_b, q_b_hi, do_b, do_b_hi, k, k_hi, v, v_hi, dk, dk_hi, dv, dv_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # fp32 [B, H, N_q], contiguous

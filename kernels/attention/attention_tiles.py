@@ -8,10 +8,10 @@ Inputs come in three forms:
 - masked: like fixed, with `key_mask`, bool [B, N_kv], False for masked keys. Loops over keys end at the last unmasked
   key. The output of a query without keys is 0, as in torch's scaled_dot_product_attention.
 
-A program processes tiles of BLOCK rows. For packed inputs, `sequences` is on the device, so the host does not know the
-number of tiles. The host launches enough slots (programs of at most one tile) per head: total // BLOCK + S + 1. The
-slots of sequence i start at sequences[i] // BLOCK + i, so that each sequence has enough slots for its tiles.
-Superfluous slots do nothing. Each program searches `sequences` for the sequence of its slot.
+Each program computes the results of one tile of BLOCK rows. For packed inputs, `sequences` is on the device, so the
+host does not know the number of tiles. It launches enough programs per head: total // BLOCK + S + 1. The number of a
+program within its head is its slot. Sequence i has the slots from sequences[i] // BLOCK + i to sequences[i + 1] //
+BLOCK + i, at least one per tile. Superfluous programs do nothing. Each program searches `sequences` for its sequence.
 
 A tile holds ROWS rows of one head, [ROWS, D]. Triton's blocks have power-of-two sizes. A tile is therefore a tuple of
 one or two blocks, LO and HI columns wide (80 = 64 + 16). One block of 128 columns would need more loads and MMAs.
