@@ -159,8 +159,8 @@ def compare(
 ) -> None:
     """Compare the images per second of two records (record.json) of `bench`.
 
-    Prints for each candidate the ratio second / first, its 99 % confidence interval, and a verdict. Also prints the
-    resolution: the smallest difference that the two runs can measure, because of their noise.
+    Prints for each candidate, e.g. timm+compile, the ratio second / first, its 99 % confidence interval, and a verdict.
+    Also prints the resolution: the smallest difference that the two runs can measure, because of their noise.
     """
     from ..benchmarks.records import compare_records, damaged, read_record
     from ..measure.clock import format_number

@@ -164,8 +164,7 @@ def evaluate(
     as_json: Annotated[
         bool,
         option(
-            "Print JSON with all classes and all images with different predictions. Without --json, lists of over 20 "
-            "rows are cut.",
+            "Print JSON with complete lists. Without --json, each list ends after 20 rows.",
             "--json",
         ),
     ] = False,
