@@ -94,7 +94,7 @@ def _check_fp8(tensors: BlockTensors, scales: BlockScales, dtype: torch.dtype) -
         if width % _DIVISOR:
             reasons.append(
                 f"the input width of {name} must be a multiple of {_DIVISOR} in FP8, got {width} "
-                f"(to run {name} in half precision, add its full name in the model to the argument keep of fuse)"
+                f"(to run {name} in half precision, pass its module name in vit_fast.fuse(..., keep=[...]))"
             )
     if reasons:
         raise UnsupportedInputError("a block in FP8", reasons)
