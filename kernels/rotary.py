@@ -129,7 +129,7 @@ def normed_pairs(
 
 @triton.jit
 def _heads(block, M, H, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """Returns token, head and validity of each row of the `block`-th tile, [ROWS, 1]."""
+    """Returns token, head and validity of each row of the `block`-th pair of tiles, [ROWS, 1]."""
     step = tl.arange(0, ROWS)[:, None]
     if WIDE:
         return block + step * 0, step, (step < H) & (block < M)
@@ -188,7 +188,7 @@ def _qk_norm_rope_grad_kernel(
     weights, tables,  # as in the forward
     part_ptr,  # output: partial sums, fp32 [programs / PARTS, 2 (q, k), 2 (dw, db), D or H * D]; or None
     M, N, H, prefix, eps, image_rows, head_rows,
-    blocks,  # number of tiles of q; k and v have as many
+    blocks,  # number of pairs of tiles of q; k and v have as many
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -248,7 +248,7 @@ class QkvSettings:
     """Norms and rotary embeddings of q and k.
 
     `layout` names the channels of a pair: "half" (j and j + D/2), "interleaved" (2j and 2j + 1), or "interleaved_half"
-    (2j and 2j + 1 in qkv, but j and j + D/2 in weights and biases).
+    (2j and 2j + 1 in qkv, but j and j + D/2 in weights and biases; forward only).
     """
 
     weights: tuple[Tensor, Tensor] | None = None  # of the norms of q and k: [D], or [H * D] if `wide`; contiguous
@@ -273,7 +273,7 @@ def can_be_read(cos: Tensor, sin: Tensor) -> bool:
 
 
 def shared_arguments(s: QkvSettings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arguments and constants for norms and tables, which these kernels share with the qkv matmul."""
+    """Returns arguments and constants that these kernels have in common with the epilogue of the qkv matmul."""
     image_rows = head_rows = row = pair = 0
     if s.tables is not None:
         *outer, row, pair = s.tables[0].stride()
@@ -286,7 +286,7 @@ def shared_arguments(s: QkvSettings) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _arguments(x: Tensor, s: QkvSettings) -> tuple[dict[str, Any], dict[str, Any], int, int]:
-    """Returns arguments and constants of forward and backward, the number of tiles of q, and warps per program."""
+    """Returns arguments and constants of forward and backward, the number of pairs of tiles of q, and warps per program."""
     B, N, _, H, D = x.shape
     block = triton.next_power_of_2(D // 2)
     rows = triton.next_power_of_2(H) if s.wide else max(1, _TILE // block)
@@ -340,7 +340,7 @@ def qk_norm_rope_gradients(
         width = x.shape[-2] * x.shape[-1] if settings.wide else x.shape[-1]
         part = torch.empty(programs, 2, 2, width, dtype=torch.float32, device=x.device)
     args |= {"grad_ptr": grad, "out_ptr": out, "part_ptr": part, "blocks": blocks}
-    # without maxnreg, ptxas uses only 96 registers on sm_100, and the kernel spills
+    # on sm_100, ptxas by itself limits the kernel to 96 registers, which causes spills
     Launch(
         _qk_norm_rope_grad_kernel, (programs * parts,), args, constants | {"PARTS": parts}, num_warps=warps,
         maxnreg=128, device=x.device,

@@ -46,7 +46,8 @@ def attention_forward(
         q: Queries [B, H, N_q, D], D from 16 to 128; fp32, fp16 or bf16; last stride 1. B is 1 for packed inputs.
         k, v: Keys and values [B, H, N_kv, D], N_kv at least 1.
         o: Output [B, H, N_q, D] in q's dtype, or in e4m3 with o_scale; last stride 1.
-        lse: Output: log2(sum(exp(scale q k^T))) per query, fp32 [B, H, N_q], contiguous; +inf for a query without keys.
+        lse: Output: log2(sum(exp(scale q k^T))) per query, fp32 [B, H, N_q], contiguous. A query
+            without keys gets +inf instead of -inf, for which the backward computes a weight of 0.
         scale: Multiplier of q k^T; positive and finite.
         o_scale: For o in e4m3: the reciprocal scale, which multiplies o before rounding, fp32 [1]. None otherwise.
         sequences: cu_seqlens of packed inputs: int32 [S + 1], contiguous, on the device.

@@ -8,18 +8,19 @@ and rstd be the mean and the reciprocal standard deviation of an input row x [C]
     c   = W beta + b
     z   = rstd (x W''^T - mean s) + c = LayerNorm(x) W^T + b
 
-Subtracting the row means does not change z, because the channels of x - mean sum to zero. The matmul reads x directly,
-and its epilogue computes z. Only for fp32 x, a separate kernel first writes n = (x - mean) rstd. The matmul then reads
-n, and z = n W''^T + c. s corrects the rounding errors of W'', which a large mean amplifies. For RMSNorm,
-W'' = W diag(gamma), z = rstd x W''^T + c and rstd = 1 / sqrt(mean(x^2) + eps).
+Subtracting the row means does not change z, because the channels of x - mean sum to zero. The term mean s corrects the
+rounding errors of W'', which a large mean amplifies. The matmul reads x directly, and its epilogue computes z.
+
+Only for fp32 x, a separate kernel first writes n = (x - mean) rstd. The matmul then reads n, and z = n W''^T + c. For
+RMSNorm, W'' = W diag(gamma), z = rstd x W''^T + c and rstd = 1 / sqrt(mean(x^2) + eps).
 
 One launch folds up to two layers, usually qkv and fc1, and permutes rows of W in two cases:
 
 - A gated layer computes act(g) u, where g and u are the outputs of two linear layers after the same LayerNorm. Rows 2j
   and 2j + 1 of W'' come from row j of the weight of g and row j of the weight of u. Each output tile of the matmul then
   contains g and u.
-- Rotary embeddings of channels j and j + D/2 in each head of q and k (D is head_dim): the channels of a pair become
-  adjacent. q k^T stays the same, because q and k are permuted equally.
+- Rotary embeddings can rotate channels j and j + D/2 of a head as a pair (D is head_dim). The rows of W'' of such a
+  pair become adjacent. q k^T stays the same, because q and k are permuted equally.
 
 Source: vit-fast's own derivation, checked in fp64 by the tests.
 """

@@ -273,7 +273,7 @@ def _folded(t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]
 def _new_names(x: Tensor, s: BlockSettings) -> list[str]:
     """Returns the names of the saved tensors that the operator returns.
 
-    With half-precision x, these are all but the first: the input of the first norm, which is x itself.
+    If x is in half precision, the first saved tensor, the input of the first norm, is x itself and is omitted.
     """
     names = block_backward.saved_names(s) if s.saves else []
     return names[1:] if names and x.dtype != torch.float32 else names
