@@ -286,7 +286,7 @@ def shared_arguments(s: QkvSettings) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _arguments(x: Tensor, s: QkvSettings) -> tuple[dict[str, Any], dict[str, Any], int, int]:
-    """Returns arguments and constants of forward and backward, the number of pairs of tiles of q, and warps per program."""
+    """Returns arguments and constants of forward and backward, the number of pairs of tiles of q, and warps."""
     B, N, _, H, D = x.shape
     block = triton.next_power_of_2(D // 2)
     rows = triton.next_power_of_2(H) if s.wide else max(1, _TILE // block)
