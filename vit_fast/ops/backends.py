@@ -97,7 +97,7 @@ def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 @constant_to_compiler
 def _tf32_is_allowed() -> bool:
-    """True if fp32 matmuls may use TF32. torch.compile recompiles if this setting changes."""
+    """True if fp32 matmuls may use TF32. Compiled graphs are recompiled if the TF32 setting changes."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 

@@ -237,7 +237,7 @@ def checked_rope(rope: Rope, shape: Sequence[int], is_folded: bool = False) -> R
     if cos.shape != sin.shape:
         raise ValueError(f"rope.cos and rope.sin must have equal shapes, got {tuple(cos.shape)} and {tuple(sin.shape)}")
     T = N - prefix
-    # check the rank first: `cos.shape[:-1] == (B, T)` would compare T of a 2-d table with B, and specialize an export
+    # check the rank first: for a 2-d table, (T,) == (B, T) compares T with B, so an export would make B constant
     fits = (
         (cos.dim() == 2 and cos.shape[0] == T)
         or (cos.dim() == 3 and cos.shape[:-1] == (B, T))
