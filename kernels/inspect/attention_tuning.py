@@ -31,7 +31,7 @@ SHAPES = (
     (256, 197, 12, 64), (64, 577, 16, 64), (64, 256, 16, 80), (64, 257, 16, 80), (32, 256, 16, 72), (32, 729, 16, 72),
     (64, 197, 12, 32), (64, 577, 12, 128),
 )  # fmt: skip
-_TOLERANCE = 2e-2  # absolute and relative, for bf16 outputs of order one
+_TOLERANCE = 5e-3  # absolute and relative; the bf16 outputs are about 0.1
 
 
 @dataclass(frozen=True)

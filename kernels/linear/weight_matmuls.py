@@ -3,8 +3,8 @@
     part[split] = a^T b over one of `splits` parts of M, fp32
 
 A weight gradient has few output tiles, and each tile is a sum over M. To occupy all multiprocessors, several programs
-share a tile: each sums over a part of M. A launch with the four gradients of a block has more tiles and needs fewer
-parts. `weight_gradients.py` adds the parts in order.
+share a tile: each sums over a part of M. One launch computes all four gradients of a transformer block. It has more
+tiles than a launch of a single gradient, so it needs fewer parts. `weight_gradients.py` adds the parts in order.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def _store_parts(
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     TMA: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Computes units start, start + num_programs, ... of a pair. Returns `start` for the next pair.
+    """Computes units start, start + num_programs, ... of a pair. A unit is one tile of a^T b, summed over a part of M.
 
-    A unit is the sum of one tile of a^T b over one part of M.
+    The units of all pairs form one sequence. Returns this program's first unit in the next pair.
     """
     a, b, out, P, Q = pair
     # Sizes are not specialized (see `matmul.py`); these lines tell the compiler that ALIGN divides P and Q.

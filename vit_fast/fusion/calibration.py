@@ -121,10 +121,11 @@ def _batches(model: nn.Module, images: Any) -> list[Tensor]:
         raise TypeError(f"images must be a tensor or an iterable of batches, got {type_name(images)}")
     batches = []
     for number, batch in enumerate(images):
+        outer = ""
         if isinstance(batch, tuple | list) and batch:
-            batch = batch[0]
+            outer, batch = f"a {type(batch).__name__} that starts with ", batch[0]
         if not isinstance(batch, Tensor) or batch.dim() < 2:
-            got = f"shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else type_name(batch)
+            got = outer + (f"shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else type_name(batch))
             requirement = "must be a tensor of at least 2 dimensions, or a tuple or list that starts with one"
             raise TypeError(f"batch {number} of images {requirement}, got {got}")
         if len(batch):
