@@ -98,7 +98,7 @@ def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None)
     The weight is first multiplied by norm_weight [K], the gamma of the norm before the layer, and by `scale` ([K] or
     []), because the layer's input is divided by `scale`. Unlike `kernels/linear/folding.py`, the function does not
     subtract the mean of each row, because this would increase the rounding errors of small weights. A row scale below
-    2^-100 becomes 1, and the row rounds to 0, because `ops/folded.py` divides the layer's bias by the row scale.
+    2^-100 is replaced by 1, so that `ops/folded.py` can divide the bias by it without overflow. Such rows round to 0.
     """
     folded = weight.double() if norm_weight is None else weight.double() * norm_weight.double()
     folded = folded * scale.double()
