@@ -25,7 +25,7 @@ _MAX_TILE_ROWS = 256
 def access_of(*tensors: torch.Tensor) -> str:
     """Returns the fastest access that the layout of these tensors [B, H, N, D] allows (see `Problem.access`).
 
-    "vector" requires rows aligned to 16 bytes. For outputs in e4m3, 8 bytes suffice, e.g. with head_dim 72.
+    "vector" requires addresses and strides aligned to 16 bytes. For strides in e4m3, 8 bytes suffice (head_dim 72).
     """
     if all(map(tma_allows, tensors)):
         return "tma"
@@ -78,9 +78,9 @@ def looped_launch(
     config: ForwardConfig | BackwardConfig, args: Mapping[str, Any], sequences: torch.Tensor | None,
     key_mask: torch.Tensor | None, tails: int = 1, constants: Mapping[str, Any] | None = None,
 ) -> Launch:  # fmt: skip
-    """Returns the `tiled_launch` of a kernel that loops over tiles of `streamed`; `tiled_launch` describes the tensors.
+    """Returns the launch of a kernel that loops over tiles of `streamed`. For `own` and `streamed`, see `tiled_launch`.
 
-    For fixed inputs, the loop takes full tiles, and at most `tails` tiles cover the remaining rows.
+    Without sequences and key_mask, the loop takes full tiles, and at most `tails` tiles cover the remaining rows.
     """
     block, step = (config.block_m, config.block_n) if "q" in own else (config.block_n, config.block_m)
     length, fixed = next(iter(streamed.values())).shape[2], sequences is None and key_mask is None
@@ -119,7 +119,7 @@ def tiled_launch(
         args |= _tile_arguments(name, tensor, block, tma and fixed)
     for name, tensor in streamed.items():
         for letter, piece in zip("abc", pieces):
-            last = letter == "b" and not fixed  # pointers, for the masked loads of `over_tiles`
+            last = letter == "b" and not fixed  # `over_tiles` loads this tile through masked pointers
             args |= _tile_arguments(f"{name}_{letter}", tensor, block if last else piece, tma and not last)
     for name, tensor in tensors.items():
         args |= {f"{name}_stride_{axis}": tensor.stride(i) // align for i, axis in enumerate("bhn")}
