@@ -20,17 +20,19 @@ _HALF_SHAPES = (
 )  # fmt: skip
 _FP32_SHAPES = ((197, 64), (257, 80), (577, 128))
 _FP16_SHAPES = ((197, 64), (577, 64), (257, 80))
-# (length of each packed sequence, head_dim): images and windows of Qwen-VL; SigLIP 2; then other tile widths.
+# (length of each packed sequence, head_dim)
 _PACKED_SHAPES = (
-    (1024, 80), (64, 80), (1024, 64), (1024, 72), (1024, 128), (64, 128), (1024, 96), (1024, 48), (1024, 32),
+    (1024, 80), (64, 80),  # images and windows of Qwen-VL
+    (1024, 64), (1024, 72),  # SigLIP 2
+    (1024, 128), (64, 128), (1024, 96), (1024, 48), (1024, 32),
 )  # fmt: skip
 _MASKED_SHAPES = ((256, 72), (1024, 64), (1024, 128))
 _E4M3_SHAPES = ((197, 64, "tma"), (577, 64, "tma"), (257, 80, "tma"), (729, 72, "vector"))
-# (tokens, head_dim, `Problem.form`) of the core builds (`Build.core`), all in bf16 with `Problem.access` "tma".
+# (tokens, head_dim, `Problem.form`) of the core builds, which the tests compile; all in bf16 with access "tma".
 _CORE = {(197, 64, "fixed"), (1024, 80, "packed")}
 _CORE_OF = {  # additional core builds of an architecture
     "sm_90": {(577, 64, "fixed"), (257, 80, "fixed"), (1024, 72, "packed"), (256, 72, "masked")},
-    "sm_120": {(577, 96, "fixed"), (577, 128, "fixed")},  # with the tile sizes of sm_80, these builds would spill
+    "sm_120": {(577, 96, "fixed"), (577, 128, "fixed")},  # other tiles than on sm_80, which would spill on sm_120
 }
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "tf32"}
 _HEADS = 4
