@@ -71,8 +71,8 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
     if device.stand_in is not None:
         raise RuntimeError("the stand-in CUDA driver is already installed in this process")
     library = library or _build()
-    # Triton links its launcher against libcuda.so.1 in this folder. When the launcher is loaded, the dynamic linker
-    # uses the libcuda.so.1 that this process loaded first, which must be the stand-in.
+    # Triton links its launcher against the libcuda.so.1 in TRITON_LIBCUDA_PATH. When the launcher is loaded, the
+    # dynamic linker uses the libcuda.so.1 that this process loaded first, which must be the stand-in.
     os.environ["TRITON_LIBCUDA_PATH"] = str(library.parent)
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     if not hasattr(ctypes.CDLL(library.name), "stand_in_configure"):

@@ -20,8 +20,8 @@ def bench(
     models: Annotated[
         str | None,
         option(
-            "Names or patterns of `vit-fast models`, timm:NAME, hf:FOLDER, weights files, FILE.onnx, or "
-            "module:function for a function that returns a model.",
+            "Names that `vit-fast models` lists, or patterns such as 'vit_base*'; timm:NAME, hf:FOLDER, weights files, "
+            "FILE.onnx, or module:function, where the function returns a model.",
             metavar="A,B",
         ),
     ] = None,
@@ -61,8 +61,8 @@ def bench(
     time_budget: Annotated[
         float | None,
         option(
-            "Time limit in seconds; 0: none (default: 155 on a CPU, 900 on a GPU, 0 with --candidates or --seconds). "
-            "Candidates that would exceed the limit are skipped."
+            "Time limit of the whole run in seconds, or 0 for no limit. Candidates that would not finish in time are "
+            "skipped. Default: 155 on a CPU, 900 on a GPU, and 0 with --candidates or --seconds."
         ),
     ] = None,
     seconds: Annotated[float | None, option("Measure each candidate for this many seconds.")] = None,

@@ -57,8 +57,8 @@ def layer_norm_mlp(
         backend: See `attention`. eager and sdpa are identical here. triton accumulates in fp32 and also supports fp32
             parameters with fp16 or bf16 x.
     Returns:
-        [..., C] in x.dtype. Two exceptions under autocast: If x is fp16 or bf16, the output has the autocast dtype. If
-        x is fp32, residual is False and layer_scale is not fp32, it has the autocast dtype too.
+        [..., C] in x.dtype. Under autocast, fp16 or bf16 x gives the autocast dtype. So does fp32 x without a residual,
+        except with an fp32 layer_scale.
     Raises:
         ValueError: shapes do not match, or the activation, norm or backend is unknown.
         UnsupportedInputError: triton cannot run this input. The message lists all reasons.
