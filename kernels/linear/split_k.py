@@ -33,8 +33,8 @@ def _finish_residual_kernel(
     residual_ptr,  # [M, C] or None
     out_ptr,  # output: [M, C]
     row_part_ptr,  # output: LayerNorm statistics, fp32 [M, 2, PARTS]; or None
-    out8_ptr,  # output: out in e4m3 [M, C]; or None
-    out_scale_ptr,  # fp32 [C], reciprocal scales, which multiply out before rounding to e4m3; or None
+    out8_ptr,  # output: out * out_scale, rounded to e4m3, [M, C]; or None
+    out_scale_ptr,  # fp32 [C], reciprocal scales of out8; or None
     splits, M, C,
     ROWS: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip

@@ -57,12 +57,12 @@ def operator(
         flop: Returns the number of FLOPs from the arguments, with shapes in place of tensors.
         save: Maps the list of arguments and the outputs to a pair: tensors and other values that `backward` needs.
         backward: Takes the gradient of the first output, and both parts of the pair from `save`. Returns a gradient or
-            None per argument, in order. It may omit arguments at the end, which then have no gradient. Each tensor of
-            the list counts as one argument. Only the first output is differentiable. If backward is None,
-            differentiating the operator raises an error.
-        cached: Position of an argument that may be a cached weight; each tensor of the list counts as one argument.
-            Every call, also in a compiled graph, looks up the address of this argument in `CACHED`. If the cached
-            weights are outdated, the call updates them.
+            None per argument, in order. It may omit arguments at the end, which then have no gradient. If an argument
+            is a list of tensors, each of them counts as one argument. Only the first output is differentiable. If
+            backward is None, differentiating the operator raises an error.
+        cached: Position of an argument that may be a cached weight, counted as for `backward`. Every call, also in a
+            compiled graph, looks up the address of this argument in `CACHED`. If the cached weights are outdated, the
+            call updates them.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     registered = getattr(torch.ops.vit_fast, name).default
