@@ -31,7 +31,7 @@ def _store_parts(
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     TMA: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Computes units start, start + num_programs, ... of a pair. A unit is one tile of a^T b, summed over a part of M.
+    """Computes every num_programs-th unit of a pair, from `start` on. A unit is a tile of a^T b over a part of M.
 
     The units of all pairs form one sequence. Returns this program's first unit in the next pair.
     """

@@ -37,7 +37,7 @@ class MatmulConfig:
     """Configuration of a matmul launch.
 
     With `flatten`, the loops over tiles and over K are pipelined as one loop: the loads of the next tile overlap the
-    epilogue of the current tile. "partial" and `weight_matmuls.py` ignore `flatten`: their epilogue only stores sums.
+    epilogue of the current tile. The kernel of `weight_matmuls.py` and the epilogue "partial" ignore `flatten`.
     """
 
     block_m: int
@@ -64,7 +64,7 @@ class MatmulConfig:
 class HeadStep:
     """Norms and rotary embeddings of q and k in the epilogue of a qkv matmul."""
 
-    settings: QkvSettings  # norms per head; tables [B or 1, 1, tokens - prefix, D / 2] that pass `rotary.can_be_read`
+    settings: QkvSettings  # not `wide`; tables [B or 1, 1, tokens - prefix, head_dim / 2] pass `can_be_read`
     tokens: int  # per image
     head_dim: int
 
@@ -89,8 +89,8 @@ _NO_STEP = HeadStep(QkvSettings(), 0, 0).arguments()
 class Operands:
     """Tensors of a matmul; the parameters of `_matmul_kernel` describe their use by each epilogue.
 
-    `residual` has the dtype of `out`, fp32 or half precision. `x` has the dtype of `out`; a normalized `x`
-    has the dtype of `a`. With `head_step`, N is 3 * heads * head_dim.
+    `residual` and `out` have the same dtype: fp32 or half precision. `x` has the dtype of `a` if it is normalized,
+    else the dtype of `out`. With `head_step`, N is 3 * heads * head_dim.
     """
 
     a: Tensor
