@@ -65,7 +65,8 @@ def fused_block(
         next_statistics: True to return LayerNorm statistics of the output, for the next block.
         x8: For FP8: x times tensors.qkv_factor (reciprocal scales) in e4m3. If x8 or statistics is None, both are
             computed.
-        next_factor: The qkv_factor of the next block if its qkv layer reads e4m3, else None.
+        next_factor: The qkv_factor of the next block if its qkv layer reads e4m3, else None. Must be None with
+            inner_norm, or without the MLP half.
     Returns:
         The output, with x's shape and the dtype from `_output_dtype`; its LayerNorm statistics or None; and the output
         times next_factor in e4m3 or None. The statistics require next_statistics, residual and half-precision x.
