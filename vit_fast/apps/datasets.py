@@ -69,7 +69,7 @@ def open_data(path: str | Path | None = None, validation: str | Path | None = No
             raise ValueError(f"validation images must have {classes}")
         return TrainingData(train, held_out, train.class_names)
     if validation is not None:
-        raise ValueError(f"validation images must be absent, got {validation}: these data contain a test set")
+        raise ValueError(f"validation must be None for data that contain a test set, got {validation}")
     if found:
         return _of_torchvision(*found[0])
     with np.load(Path(__file__).with_name("digits.npz")) as arrays:

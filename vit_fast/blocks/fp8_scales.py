@@ -24,7 +24,7 @@ from .token_facts import TokenFacts
 LINEARS = BlockScales._fields  # linear layers of a block; also the names of the buffers
 PLACE = "vit_fast_fp8"  # name of the `Fp8Scales` submodule in its block
 MIN_SCALE, MAX_SCALE = 2.0**-24, 2.0**15  # smallest and largest power of two in fp16
-_HOW_TO_LEAVE = "to run the model without FP8, call vit_fast.fuse(model)"
+_HOW_TO_LEAVE = "to turn FP8 off, call vit_fast.fuse(model)"
 
 
 class FrozenFp8(Frozen):
