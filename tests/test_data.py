@@ -168,7 +168,7 @@ def test_errors_of_open_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ((tmp_path / "absent",), FileNotFoundError, "absent"),
         ((tmp_path / "one" / "a",), ImageError, "at least two subfolders, one per class, got 0"),
         ((tmp_path / "one", tmp_path / "other"), ValueError, "validation images must have the classes"),
-        ((None, tmp_path / "one"), ValueError, "these data contain a test set"),
+        ((None, tmp_path / "one"), ValueError, "must be None for data that contain a test set"),
         ((tmp_path / "MNIST",), ImageError, "cannot read it as MNIST"),
         ((tmp_path / "FashionMNIST",), ImageError, "one label each, between 0 and 9"),
         ((tmp_path,), ImageError, "must contain one torchvision data set, got MNIST,"),
