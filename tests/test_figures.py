@@ -106,6 +106,15 @@ def test_all_figures_but_positions_depend_on_the_image(model, name: str, tmp_pat
     assert np.array_equal(drawn[0], other) == (name == "positions")
 
 
+def test_a_register_token_is_not_a_class_token() -> None:
+    model = randomize(vit_fast.create_model("vit_test", class_token=False, reg_tokens=1, global_pool="avg"))
+    activations = figures.record_activations(model, torch.randn(1, 3, 32, 32))
+    assert (activations.prefix, activations.has_class_token) == (1, False)
+    figure = figures.attention(model, blocks=[0], heads=[0])
+    drawn = figure.axes[0].images[-1].get_array()
+    assert "mean attention of all patches" in figure.get_suptitle() and drawn.shape[:2] == (4, 4)
+
+
 def test_patches_are_separated_by_white_gaps(model) -> None:
     colors = np.random.default_rng(0).integers(0, 200, (4, 4, 3)).astype(np.uint8)
     image = figures.open_image(model, Image.fromarray(colors.repeat(8, 0).repeat(8, 1)))

@@ -86,7 +86,7 @@ HF_FAMILIES: dict[str, tuple[str, str, dict[str, Any], str]] = {
 
 def _transformers_model(family: str) -> nn.Module:
     config, model, fields, _ = HF_FAMILIES[family]
-    if not hasattr(transformers, model):
+    if not hasattr(transformers, model):  # the oldest supported version lacks some families
         pytest.skip(f"{model} needs a newer version of transformers")
     tiny = {} if "vision_config" in fields else HF_TINY
     return getattr(transformers, model)(getattr(transformers, f"{config}Config")(**tiny, **fields))

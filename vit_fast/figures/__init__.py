@@ -324,9 +324,9 @@ def _recorded(model: nn.Module, image: GivenImage) -> tuple[ModelImage, Activati
     return image, record_activations(model, image.images)
 
 
-def _of_class_token(values: Tensor, of: Activations) -> Tensor:
+def _of_class_token(values: Tensor, seen: Activations) -> Tensor:
     """Returns the class token's row of values [tokens, patches], or the mean over all patches, on the patch grid."""
-    return (values[:1] if of.has_class_token else values[of.prefix :]).mean(0).reshape(of.grid)
+    return (values[:1] if seen.has_class_token else values[seen.prefix :]).mean(0).reshape(seen.grid)
 
 
 def _drawn(
