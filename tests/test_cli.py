@@ -9,7 +9,8 @@ from children import environment, run_python
 from command_line import run
 
 import vit_fast
-from vit_fast import cli
+from vit_fast import cli, version
+from vit_fast.model import Block
 
 
 def python(code: str, **variables: str) -> str:
@@ -22,6 +23,7 @@ def test_info_and_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["vit_fast"] == vit_fast.__version__ and facts["packages"]["torch"]
     assert {row["backend"] for row in facts["backends"]} == {"eager", "sdpa", "triton"}
     assert all(row["available"] or row["reasons"] for row in facts["backends"])
+    assert "instructions: " in facts["devices"][0]["description"]
     assert run("models", "vit_base_patch16_*", "--json") == 0
     rows = {row["model"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["vit_base_patch16_224"]["parameters"] == 86_567_656
@@ -29,6 +31,21 @@ def test_info_and_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["vit_base_patch16_384"]["tokens"] == 577
     for arguments, part in ((("info",), "backends"), (("models", "vit_t*"), "vit_test")):
         assert run(*arguments) == 0 and part in capsys.readouterr().out
+
+
+def test_instruction_sets_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "processor : 0\nmodel name\t: A CPU\nflags\t\t: fpu amx_bf16 avx512_vnni avx2 avx\nflags : sve\n"
+    monkeypatch.setattr(version.Path, "read_text", lambda path: lines)
+    assert version.cpu_name() == "A CPU"
+    assert version.cpu_instructions() == ["avx2", "avx512_vnni", "amx_bf16"]
+
+
+def test_a_list_of_models_builds_one_block_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    init = Block.__init__
+    monkeypatch.setattr(Block, "__init__", lambda self, *args: (built.append(args), init(self, *args))[1])
+    assert run("models", "vit_large_*", "--json") == 0
+    assert len(built) == len(vit_fast.list_models("vit_large_*"))
 
 
 def test_errors_are_one_line_or_a_traceback(capsys, monkeypatch) -> None:

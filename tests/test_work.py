@@ -9,7 +9,7 @@ import vit_fast
 from vit_fast.benchmarks import operators
 from vit_fast.benchmarks.models import resolve
 from vit_fast.config import RopeConfig
-from vit_fast.work import Counter, Work, total, work
+from vit_fast.work import Counter, Work, parameter_count, total, work
 
 VARIANTS = {
     "registers, no bias": {"reg_tokens": 4, "qkv_bias": False},
@@ -33,6 +33,7 @@ def test_formula_is_what_torch_counts(overrides):
     with torch.no_grad(), Counter() as counter:
         model(torch.randn(3, 3, *model.config.image_hw))
     assert total(work(model.config, 3).values()) == counter.work
+    assert parameter_count(model.config) == sum(p.numel() for p in model.parameters())
 
 
 def test_layers_that_torch_runs_as_one_operator_are_counted():

@@ -7,7 +7,7 @@ outputs. Does not count norms, activations and residuals, because they can be fu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from .config import ViTConfig
+from .model import VisionTransformer
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,14 @@ def work(config: ViTConfig, batch: int) -> dict[str, Work]:
 
 def total(works: Iterable[Work]) -> Work:
     return sum(works, Work())
+
+
+def parameter_count(config: ViTConfig) -> int:
+    """Returns the number of parameters of a model. Builds one block, because all blocks have the same shapes."""
+    with torch.device("meta"):
+        model = VisionTransformer(replace(config, depth=1))
+    block, every = (sum(p.numel() for p in module.parameters()) for module in (model.blocks, model))
+    return every + (config.depth - 1) * block
 
 
 def _linear(M: int, K: int, N: int, bias: bool = True) -> Work:

@@ -16,10 +16,12 @@ def info(as_json: AsJson = False) -> None:
     """Show versions, devices and available backends."""
     import torch
 
-    from ..version import PACKAGES, __version__, cpu_name, installed
+    from ..version import PACKAGES, __version__, cpu_instructions, cpu_name, installed
 
     packages = (*PACKAGES, "onnx", "onnxscript", "safetensors", "huggingface-hub")
-    devices = {torch.device("cpu"): f"{cpu_name()}, {torch.get_num_threads()} threads"}
+    instructions = " ".join(cpu_instructions()) or "unknown"
+    cpu = f"{cpu_name()}, {torch.get_num_threads()} threads, instructions: {instructions}"
+    devices = {torch.device("cpu"): cpu}
     for i in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(i)
         devices[torch.device("cuda", i)] = (
@@ -74,20 +76,15 @@ def models(
     as_json: AsJson = False,
 ) -> None:
     """List models with parameter count, GFLOPs per image (2 FLOPs per multiply-add), tokens and input size."""
-    import torch
-
-    from ..model import VisionTransformer
     from ..variants import get_variant, list_models
-    from ..work import total, work
+    from ..work import parameter_count, total, work
 
     rows: list[dict[str, Any]] = []
     for name in list_models(pattern) or [pattern]:
         config = get_variant(name).config  # raises ValueError with similar names if there is no such model
-        with torch.device("meta"):
-            parameters = sum(p.numel() for p in VisionTransformer(config).parameters())
         rows.append(
             {
-                "model": name, "parameters": parameters,
+                "model": name, "parameters": parameter_count(config),
                 "gflop_per_image": total(work(config, 1).values()).flop / 1e9, "tokens": config.seqlen,
                 "embed_dim": config.embed_dim, "depth": config.depth, "num_heads": config.num_heads,
                 "img_size": list(config.image_hw),
