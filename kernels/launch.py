@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ MAX_GRID_0 = 2**31 - 1
 # Held while triton compiles and loads a kernel. Without this lock, several threads could compile the same kernel. Also,
 # in Python 3.11, `ast.parse` in several threads may raise "AST constructor recursion depth mismatch".
 compiling = threading.RLock()
+# A fork waits for the compilation of another thread. Otherwise, nothing would release the lock in the child process.
+os.register_at_fork(before=compiling.acquire, after_in_parent=compiling.release, after_in_child=compiling.release)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import children
 import kernel_support  # sets the interpreter up, as every kernel test does
 import pytest
 import torch
@@ -213,3 +215,31 @@ def test_auto_is_sdpa_on_the_cpu() -> None:
     assert "backend sdpa: triton cannot run here: tensors must be on a CUDA device, got the CPU" in str(report)
     assert vit_fast.fuse(_model(), backend="sdpa").backend_reasons == ()
     assert ops.attention(*torch.randn(3, 1, 2, 5, 16)).shape == (1, 2, 5, 16)
+
+
+FORK = """
+import os, threading, time
+from vit_fast.kernels import launch
+from vit_fast.ops import backends
+
+def hold(lock):
+    with lock:
+        held.set()
+        time.sleep(0.5)
+
+for owner, name in ((launch, "compiling"), (backends, "_probe_lock")):
+    held = threading.Event()
+    thread = threading.Thread(target=hold, args=[getattr(owner, name)])
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if getattr(owner, name).acquire(timeout=5) else 1)
+    thread.join()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), getattr(owner, name).acquire(timeout=5))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
+def test_a_fork_during_a_compilation_leaves_no_lock_held():
+    assert children.run_python(["-W", "ignore", "-c", FORK], children.environment()).split() == ["0", "True"] * 2

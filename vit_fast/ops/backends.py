@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -137,6 +138,15 @@ def interpreter_is_active() -> bool:
 
 _probed: dict[torch.device, tuple[str, ...]] = {}
 _probe_lock = threading.Lock()
+
+
+def _renew_probe_lock() -> None:
+    global _probe_lock
+    _probe_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # another thread may hold the lock, and does not exist in the child process
+    os.register_at_fork(after_in_child=_renew_probe_lock)
 
 
 def probe_reasons(device: torch.device) -> tuple[str, ...]:
