@@ -202,6 +202,7 @@ def test_image_sizes_are_compared_separately() -> None:
     found = [(row["img_size"], row["tokens"], row["status"]) for row in record["rows"]]
     assert found == [([32, 32], 17, "measured"), ([64, 32], 33, "measured")]
     assert [control["img_size"] for control in record["controls"]] == [[32, 32], [64, 32]]
+    assert report.closing(record).endswith("vit-fast optimize vit_test --batch 2 --img-size 64x32")
     assert list(report.groups(record)) == ["vit_test, fp32, batch 2, 32x32", "vit_test, fp32, batch 2, 64x32"]
 
 
