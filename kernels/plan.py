@@ -22,11 +22,13 @@ Functions run without plans in Triton's interpreter, and while launch hooks or d
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -189,8 +191,12 @@ class _Recorder(TorchDispatchMode):
         try:
             values = [self._planned_value(everything[name]) for name in ready.names]
             self._steps.append(PlannedLaunch(ready, (x, y, z), values))
-        except (LookupError, AttributeError):  # UnplannableError (a LookupError), or an unsupported launcher
+        except UnplannableError:
             self._failed = True
+        except Exception as error:  # a private function of triton has changed
+            self._failed = True
+            message = f"launch plans do not support triton {triton.__version__}, so launches take longer: {error!r}"
+            warnings.warn(message, stacklevel=2)
 
     def _planned_value(self, value: Any) -> Any:
         if isinstance(value, Tensor):

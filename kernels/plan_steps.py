@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import types
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -66,17 +65,17 @@ class Base:
 
 
 class TensorMaps:
-    """Tensor maps of one descriptor, cached by address. `make` is Triton's function that encodes a descriptor."""
+    """Tensor maps of one descriptor, cached by address. `metadata` is Triton's description of the descriptor."""
 
-    def __init__(self, descriptor: TensorDescriptor, make: Callable[[TensorDescriptor], list[Any]]) -> None:
-        self.descriptor, self.make = descriptor, make
+    def __init__(self, descriptor: TensorDescriptor, metadata: Any) -> None:
+        self.descriptor, self.metadata = descriptor, metadata
         self.at: At = descriptor.base.at  # the base is a `Base`
         self.cached: dict[int, Any] = {}
 
     def encode(self, address: int) -> Any:
         descriptor = copy.copy(self.descriptor)
         descriptor.base = Base(address, self.at)
-        tensor_map = self.make(descriptor)[0]
+        tensor_map = _call(nvidia.make_tensordesc_arg, descriptor, self.metadata, None)[0]
         if len(self.cached) >= MAX_MAPS:
             self.cached.clear()
         self.cached[address] = tensor_map
@@ -87,7 +86,7 @@ class PlannedLaunch:
     """A kernel launch. `__call__` passes stream and addresses to the C function behind Triton's launcher.
 
     `values` are all arguments of the kernel in order, including constants. An `At` replaces each non-empty tensor, and
-    a `Base` the base of each descriptor. Raises LookupError or AttributeError if Triton's launcher is not supported.
+    a `Base` the base of each descriptor. Raises any exception if Triton's launcher is not supported.
     """
 
     def __init__(self, ready: Ready, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
@@ -102,9 +101,8 @@ class PlannedLaunch:
         self._tuples: list[slice] = []
         if isinstance(noted[-1], list | tuple):  # triton 3.7 passes kernel arguments as one sequence
             # The C function flattens tuples and drops constants in every launch. To save time, do so once, here.
-            kinds = nvidia.expand_signature(
-                ready.compiled.src.signature.values(), ready.compiled.metadata.tensordesc_meta
-            )
+            types, metadata = ready.compiled.src.signature.values(), ready.compiled.metadata.tensordesc_meta
+            kinds = _call(nvidia.expand_signature, types, metadata, "nvTmaDesc")
             self.arguments += _without_constants(kinds, noted[-1])
             declared = [nvidia.PyKernelArg(nested_tuple=None, type=nvidia.ARG_KERNEL)] * len(noted[-2])
             self._front = (*noted[4:-3], declared, noted[-2])
@@ -146,6 +144,11 @@ class PlannedLaunch:
         self._launch(*self.grid, stream, *arguments)
 
 
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a private function of Triton without the last arguments if the installed version does not take them."""
+    return function(*arguments[: function.__code__.co_argcount])
+
+
 def _without_constants(kinds: Sequence[Any], arguments: Sequence[Any]) -> Iterator[Any]:
     """Yields the arguments that the compiled kernel takes, with tuples flattened."""
     for kind, value in zip(kinds, arguments):
@@ -164,16 +167,13 @@ def _intercept(
     def note(*arguments: Any) -> None:
         notes.append(arguments)
 
+    metadata = compiled.metadata.tensordesc_meta
     launch, other = compiled.run.launch, copy.copy(compiled.run)
-    other.launch, encoders = note, []
+    other.launch = nvidia.wrap_handle_tensordesc(note, compiled.src.signature, metadata)
     described = [value for value in values if isinstance(value, TensorDescriptor)]
     if described:  # `launch` is then a closure that expands descriptors and calls the C function `launcher`
-        cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or ()))
-        make, metadata = launch.__globals__["make_tensordesc_arg"], cells["tensordesc_meta"].cell_contents
-        noting = cells | {"launcher": types.CellType(note)}
-        other.launch = types.FunctionType(launch.__code__, launch.__globals__, closure=tuple(noting.values()))
-        launch = cells["launcher"].cell_contents
-        encoders = [TensorMaps(value, partial(make, metadata=meta)) for value, meta in zip(described, metadata)]
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+    encoders = [TensorMaps(value, meta) for value, meta in zip(described, metadata or [None] * len(described))]
     other(*grid, 0, compiled.function, compiled.packed_metadata, None, None, None, *values)
     return launch, notes[0], encoders
 

@@ -8,6 +8,8 @@ The driver rejects illegal launches and tensor maps. It runs no kernels: test_ex
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import sys
 import threading
 import time
@@ -27,6 +29,7 @@ from our_operators import calls_of, each_tensor
 from test_operators import CALLS
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vit_fast import ops
@@ -126,6 +129,7 @@ def a_descriptor() -> TensorDescriptor:
 
 def refusals(driver: stand_in_driver.StandInDriver) -> None:
     """The stand-in counts legal launches. Illegal ones raise errors and are recorded as violations."""
+    other = descriptor_copy[(1,)](a_descriptor(), a_descriptor(), num_warps=8)
     driver.reset()
     kernel = descriptor_copy[(1,)](a_descriptor(), a_descriptor())
     counters = driver.counters()
@@ -134,15 +138,20 @@ def refusals(driver: stand_in_driver.StandInDriver) -> None:
     odd_stride, unaligned = a_descriptor(), a_descriptor()
     odd_stride.strides, unaligned.base = [63, 1], torch.zeros(64 * 64 + 1, dtype=BF16)[1:]  # triton checked the others
 
-    def oversized() -> None:
+    def again(kernel: Any, metadata: tuple[int, ...]) -> None:
         arguments = (a_descriptor(), a_descriptor())
-        kernel.run(1, 1, 1, 0, kernel.function, (warps, clusters, 300_000), None, None, None, *arguments)
+        kernel.run(1, 1, 1, 0, kernel.function, metadata, None, None, None, *arguments)
+
+    def unloaded() -> None:  # triton 3.8 unloads kernels that are no longer referenced
+        ctypes.CDLL("libcuda.so.1").cuModuleUnload(ctypes.c_void_p(other.module))
+        again(other, other.packed_metadata)
 
     for rule, illegal in {
+        "descriptor_copy: the module is unloaded": unloaded,
         "tensor map: a stride must be": lambda: descriptor_copy[(1,)](a_descriptor(), odd_stride),
         "tensor map: the address must be": lambda: descriptor_copy[(1,)](a_descriptor(), unaligned),
         "descriptor_copy: the grid must be": lambda: descriptor_copy[(1, 65_536)](a_descriptor(), a_descriptor()),
-        "the shared memory exceeds the limit": oversized,
+        "the shared memory exceeds the limit": lambda: again(kernel, (warps, clusters, 300_000)),
     }.items():
         driver.reset()
         with pytest.raises(RuntimeError, match=rule):
@@ -265,6 +274,27 @@ def hooks() -> None:
     assert len(plan.plans()) == 1
 
 
+def changed_launcher() -> None:
+    """A function has no plan, but runs, if a private function of Triton takes other arguments."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvidia, "wrap_handle_tensordesc", lambda launcher: launcher)
+        plan.run(launched_copy, (torch.ones(32),))
+        with pytest.warns(UserWarning, match="launch plans do not support triton"):
+            plan.run(launched_copy, (torch.ones(32),))
+        plan.run(launched_copy, (torch.ones(32),))
+    assert plan.plans() == [None]
+
+
+def loaded_kernels() -> None:
+    """A plan keeps its kernels loaded: triton 3.8 unloads kernels that are no longer referenced."""
+    for number in range(4):
+        plan.run(launched_copy, (torch.ones(32),))
+        if number == 2:
+            launch._ready.clear()
+            scaled_copy.device_caches.clear()
+            gc.collect()
+
+
 def threads() -> None:
     """Several threads replay one plan with different tensors, while others clear the plans."""
 
@@ -294,6 +324,11 @@ def what_is_recorded() -> None:
         assert 1 <= len(plan.plans()) <= 4 and len(plan._seen) <= 4
 
 
+RULES = (
+    precision, torch_operators, unplannable, hooks, changed_launcher, loaded_kernels, threads, what_is_recorded,
+)  # fmt: skip
+
+
 def main() -> None:
     torch.set_num_threads(1)
     assert KERNEL_ARCH is not None
@@ -309,7 +344,7 @@ def main() -> None:
         first_calls()
         refusals(driver)
         cached_kernels(driver)
-        for rule in (precision, torch_operators, unplannable, hooks, threads, what_is_recorded):
+        for rule in RULES:
             plan.forget()
             rule()
     assert driver.violations() == []

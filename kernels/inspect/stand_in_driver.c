@@ -64,6 +64,7 @@ CUresult cuDriverGetVersion(int *version) { return *version = DRIVER_VERSION, CU
 CUresult cuDeviceGet(CUdevice *found, int ordinal) { return *found = ordinal, CUDA_SUCCESS; }
 CUresult cuCtxGetCurrent(CUcontext *context) { return *context = (CUcontext)1, CUDA_SUCCESS; }
 CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
+CUresult cuCtxGetDevice(CUdevice *current) { return *current = 0, CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice of) { return *context = (CUcontext)1, CUDA_SUCCESS; }
 CUresult cuCtxGetLimit(size_t *value, CUlimit limit) { return *value = 0, CUDA_SUCCESS; }
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
@@ -88,11 +89,12 @@ CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdevi
   return CUDA_SUCCESS;
 }
 
-/* ---- modules: each contains one function, stored as its name and its limit of shared memory ---- */
+/* ---- modules: each contains one function; they are never freed, so that launches after cuModuleUnload are found ---- */
 
 typedef struct {
   char name[128];
-  int dynamic_shared;
+  int dynamic_shared; /* limit in bytes */
+  bool unloaded;
 } Function;
 
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
@@ -104,6 +106,11 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   function->dynamic_shared = SHARED_WITHOUT_OPT_IN;
   *module = (CUmodule)function;
   stand_in_modules++;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuModuleUnload(CUmodule module) {
+  ((Function *)module)->unloaded = true;
   return CUDA_SUCCESS;
 }
 
@@ -124,6 +131,8 @@ CUresult cuFuncSetCacheConfig(CUfunction handle, CUfunc_cache config) { return C
 
 CUresult cuFuncSetAttribute(CUfunction handle, CUfunction_attribute attribute, int value) {
   Function *function = (Function *)handle;
+  if (attribute >= CU_FUNC_ATTRIBUTE_MAX) /* Triton tries attributes of newer drivers first */
+    return CUDA_ERROR_INVALID_VALUE;
   if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
     return CUDA_SUCCESS;
   if (value < 0 || value > device.shared_per_block) {
@@ -159,6 +168,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction handle, void **par
     problem = "programmatic dependent launch needs sm_90 or newer";
   else if (c->sharedMemBytes > (unsigned)function->dynamic_shared)
     problem = "the shared memory exceeds the limit set for the function";
+  else if (function->unloaded)
+    problem = "the module is unloaded";
   if (problem != NULL) {
     char text[TEXT];
     snprintf(text, TEXT, "launch of %s: %s; grid %u, %u, %u, threads %lu, shared memory %u of %d bytes", function->name,
