@@ -229,6 +229,10 @@ def test_openai_clip() -> None:
                 key = key.replace(own, other)
             state[f"visual.{key}"] = tensor.flatten() if "class_emb" in key else tensor.squeeze(0)
     assert _load_like_timm(name, state).layout == "OpenAI CLIP"
+    state |= {"positional_embedding": torch.ones(77, 32), "transformer.resblocks.0.ln_1.weight": torch.ones(32)}
+    training = {"epoch": 3, "state_dict": {f"module.{key}": tensor for key, tensor in state.items()}}  # of open_clip
+    report = load_weights(create_model(name, **SMALL), training)
+    assert report.used == "state_dict, prefix module." and "positional_embedding" in report.ignored
 
 
 def test_original_dinov2_file_with_registers() -> None:
@@ -238,6 +242,9 @@ def test_original_dinov2_file_with_registers() -> None:
     state["pos_embed"] = torch.cat([torch.randn(1, 1, 64), state["pos_embed"]], dim=1)
     state["mask_token"] = torch.zeros(1, 64)
     assert _load_like_timm(name, state, img_size=98).ignored == ["mask_token"]
+    gated = create_model("vit_small_patch14_reg4_dinov2", mlp_layer="swiglu", act_layer="silu", num_classes=0, **SMALL)
+    names = {n: n.replace("mlp.fc1", "mlp.w12").replace("mlp.fc2", "mlp.w3") for n in gated.state_dict()}
+    assert load_weights(gated, {names[n]: t for n, t in gated.state_dict().items()}).loaded == len(names)
 
 
 PEER: dict[str, Any] = {**SMALL, "img_size": 32, "patch_size": 8, "num_classes": 7, "mlp_ratio": 3}

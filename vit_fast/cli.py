@@ -51,7 +51,10 @@ DataConfigFile = Annotated[
 Device = Annotated[str, option("cpu, cuda, cuda:N, or auto (cuda if available).")]
 ImageSize = Annotated[str | None, option("Image size in pixels (default: the model's).", metavar="N|HxW")]
 Side = Annotated[int | None, option("Side of the square input image in pixels (default: the model's).")]
-WeightsFile = Annotated[str, option("A weights file, a folder, a Hugging Face Hub id, or FILE.onnx.")]
+WeightsFile = Annotated[
+    str,
+    option("A weights file, a folder, a Hugging Face Hub id, or FILE.onnx; of a checkpoint, e.g. FILE#key=student."),
+]
 WeightsModel = Annotated[str | None, option("One of `vit-fast models`, if the weights contain no config.")]
 
 

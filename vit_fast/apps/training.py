@@ -150,7 +150,7 @@ def train(
         rows.append(row)
         _write(out, trainer, rows, about, save=saved_epoch(rows, config) == epoch)
         on_epoch(row)
-    weights: Any = read_file(out / WEIGHTS).tensors
+    weights: Any = read_file(out / WEIGHTS).found[""]
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
     model.eval()
     return rows

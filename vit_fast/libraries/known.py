@@ -42,13 +42,16 @@ LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:
     """Converts a state dict of any library to timm's names for a model of this config; None for unknown names."""
-    for prefix in ("module.", "_orig_mod."):  # added by DataParallel and torch.compile
-        if all(name.startswith(prefix) for name in state):
-            state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     for library in NAMED_WEIGHTS:
         if any(re.search(library.SIGNATURE, name) for name in state):
             return library.convert(state, config)
     return None
+
+
+def starts(name: str) -> list[int]:
+    """Returns the positions in the name of a tensor at which a name of a library may begin, after a prefix."""
+    places = [0, *(dot.end() for dot in re.finditer(r"\.", name))]
+    return [i for i in places if any(re.search(library.SIGNATURE, name[i:]) for library in NAMED_WEIGHTS)]
 
 
 def recognize(model: nn.Module) -> ImageModel:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from ..model import VisionTransformer
 from ..positions import resample_pos_embed
 from ..variants import get_variant
 from ..version import __version__
+from .checkpoint import choose, contents, listed
 from .source import METADATA_KEY, Source, WeightsError, open_source
 
 _HEADS = ("head.", "head_dist.")
-_LISTED = 12  # names in a list before "and N more"
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -34,6 +36,8 @@ class WeightsReport:
 
     source: str  # path, repository, or "a state dict"
     layout: str  # library whose parameter names the source uses
+    used: str = ""  # key and prefix of the loaded tensors in the source, e.g. "teacher, prefix backbone."
+    unused: list[str] = field(default_factory=list)  # other keys and prefixes; first those that fit equally well
     loaded: int = 0  # number of tensors
     renamed: list[tuple[str, str]] = field(default_factory=list)  # (name in the source, name in the model)
     interpolated: list[str] = field(default_factory=list)  # position embeddings, with both grids
@@ -43,34 +47,51 @@ class WeightsReport:
 
     def __str__(self) -> str:
         lines = [f"{self.source}: {self.layout} layout, {self.loaded} tensors loaded, {len(self.renamed)} renamed"]
+        lines += self.selection()
         lines += [f"interpolated {entry}" for entry in self.interpolated]
         lines += [f"not loaded {entry}" for entry in self.replaced]
         if self.ignored:
-            lines.append(f"ignored {_listed(self.ignored)}")
+            lines.append(f"ignored {listed(self.ignored)}")
         return "\n  ".join(lines + self.notes)
+
+    def selection(self) -> list[str]:
+        """Returns a line about the used and unused parts of a checkpoint with several parts."""
+        names = f"used {self.used or 'names without prefix'}; not used: {listed(self.unused) or 'none'}"
+        return [names] if self.used or self.unused else []
 
 
 def load_weights(
-    model: VisionTransformer, source: str | Path | Mapping[str, Any] | Source, *, replace_head: bool = False
-) -> WeightsReport:
+    model: VisionTransformer, source: str | Path | Mapping[str, Any] | Source, *, replace_head: bool = False,
+    key: str | None = None, prefix: str | None = None, ema: bool = True,
+) -> WeightsReport:  # fmt: skip
     """Loads weights of any supported library into a model.
 
-    If some weights do not fit, the model stays unchanged.
+    Loads the part of a checkpoint (nested dict and prefix) with the most tensors that fit. If several fit equally well,
+    prefers averaged weights, e.g. state_dict_ema, then a teacher, target_encoder or base_encoder, then the keys
+    state_dict and model. If some weights do not fit, the model stays unchanged.
 
     Args:
         model: A model of the same architecture. If the image size differs, the position embedding is interpolated
             (bicubic, antialiased). Parameters keep their dtype and device.
-        source: A state dict, a file (.safetensors, .pth, .pt, .bin, .npz), a folder, or a Hub id. The model also gets
-            the preprocessing and class names of the source, if any.
+        source: A state dict, a file (.safetensors, .pth, .ckpt, .npz, ...), a folder, or a Hub id. "#" separates the
+            options below from a name, e.g. "FILE#key=student,ema=false". The model also gets the preprocessing and
+            class names of the source, if any.
         replace_head: True keeps the model's head if the source has no head or one of another size.
+        key: Key of the nested dict to load, e.g. "student"; keys of several levels are joined by dots.
+        prefix: Beginning of the names to load, e.g. "backbone."; it is removed.
+        ema: False does not load averaged weights, a teacher or a target_encoder, unless `key` names them.
     Returns:
-        A report of the loaded, renamed, interpolated and ignored tensors.
+        A report of the loaded, renamed, interpolated and ignored tensors, and of the parts that were not used.
     Raises:
-        WeightsError: the source cannot be read or does not fit; lists all differences.
+        WeightsError: the source cannot be read or does not fit, or several parts fit and none is preferred; lists all
+            differences, or the keys and prefixes found.
         TypeError: model is not a VisionTransformer.
     """
     check_type("model", model, VisionTransformer)
+    check_type("ema", ema, bool)
     opened = open_source(source)
+    given: dict[str, Any] = {name: value for name, value in (("key", key), ("prefix", prefix)) if value is not None}
+    opened = replace(opened, **given, ema=ema and opened.ema)
     tensors, report = _fit(model, opened, replace_head)
     state = model.state_dict()
     with torch.no_grad():
@@ -145,6 +166,7 @@ def load(
         model = VisionTransformer(opened.config, data_config=opened.data_config)
     tensors, report = _fit(model, opened, replace_head=False)
     _take_class_names(model, opened)
+    _log(report)
     if report.layout != "vit-fast":
         dtype = tensors["patch_embed.proj.weight"].dtype  # tensors computed during conversion may have a wider dtype
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
@@ -154,6 +176,12 @@ def load(
     return model.eval()
 
 
+def _log(report: WeightsReport) -> None:
+    """Logs what a caller without the report should know: the part of a checkpoint, and facts that were not used."""
+    for line in report.selection() + report.notes:
+        _LOG.warning("%s: %s", report.source, line)
+
+
 def _take_class_names(model: VisionTransformer, source: Source) -> None:
     if source.class_names and len(source.class_names) == model.config.num_classes:
         model.class_names = source.class_names
@@ -161,20 +189,22 @@ def _take_class_names(model: VisionTransformer, source: Source) -> None:
 
 def create_model(
     name: str, *, backend: str = "auto", weights: str | Path | None = None, device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None, precision: str | None = None, **config_overrides: Any,
+    dtype: torch.dtype | None = None, precision: str | None = None, key: str | None = None, prefix: str | None = None,
+    ema: bool = True, **config_overrides: Any,
 ) -> VisionTransformer:  # fmt: skip
     """Builds a Vision Transformer by its timm name and fuses it.
 
     Args:
         name: One of list_models(), or a Hugging Face Hub id or folder with config and weights.
         backend: "auto", "eager", "sdpa" or "triton"; see `vit_fast.fuse`.
-        weights: A file (.safetensors, .pth, .pt, .bin, .npz), a folder or a Hugging Face Hub id; None means random
+        weights: A file (.safetensors, .pth, .ckpt, .npz, ...), a folder or a Hugging Face Hub id; None means random
             weights. The config of the weights, if any, sets num_classes, act_layer and norm_eps; config_overrides take
             precedence. If num_classes is given and differs, the head stays random.
         device: Device of the parameters; None means torch's default device.
         dtype: Dtype of the parameters; None means torch's default dtype.
         precision: "fp8" runs the linear layers of blocks in e4m3; see `vit_fast.fuse`. The weights must contain the
             scales of `vit_fast.calibrate`. None means no FP8.
+        key, prefix, ema: The part of a checkpoint to load; see `load_weights`.
         **config_overrides: Fields of ViTConfig, e.g. depth=2, img_size=(320, 240), num_classes=7.
     Returns:
         The model, in evaluation mode.
@@ -205,7 +235,7 @@ def create_model(
     if dtype is not None:
         model = model.to(dtype)
     if source is not None:
-        load_weights(model, source, replace_head=head_is_given)
+        _log(load_weights(model, source, replace_head=head_is_given, key=key, prefix=prefix, ema=ema))
     set_backend(model, backend)
     if precision is not None:
         fuse(model.eval(), backend, precision=precision)
@@ -215,20 +245,28 @@ def create_model(
 def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[dict[str, Tensor], WeightsReport]:
     """Converts the tensors of a source to those of a model, or raises WeightsError with all differences."""
     config, given = model.config, source.config
-    wanted = model.state_dict() | buffers_to_load(source.tensors, config.embed_dim)
-    converted = known.convert(source.tensors, config)
-    if converted is None:
+    wanted = model.state_dict()
+    choice = choose(source.found, wanted, config, source.key, source.prefix, source.ema)
+    if choice is None:
         layouts = ", ".join(library.NAME for library in known.NAMED_WEIGHTS)
-        names = _listed(sorted(source.tensors))
-        raise WeightsError(f"{source.name}: must have the tensor names of one of {layouts}, got {names}")
+        limits = {"key": source.key, "prefix": source.prefix, "ema": source.ema}
+        which = "".join(f", {name}={value!r}" for name, value in limits.items() if value not in (None, True))
+        names = contents(source.found)
+        raise WeightsError(f"{source.name}{which}: must have the tensor names of one of {layouts}, got {names}")
+    part, undecided, unused_parts = choice
+    converted = known.convert(part.tensors, config)
+    assert converted is not None
+    wanted |= buffers_to_load(part.tensors, config.embed_dim)
     layout = "vit-fast" if source.name.endswith(".safetensors") and given else converted.layout
-    report = WeightsReport(source.name, layout, ignored=list(converted.ignored), notes=list(source.notes))
+    report = WeightsReport(source.name, layout, str(part), unused_parts)
+    report.ignored, report.notes = list(converted.ignored), list(source.notes)
     tensors, origins, head_problem = dict(converted.tensors), converted.origins, converted.head_problem
 
     unused = (*(_HEADS if config.num_classes == 0 else ()), *(("attn_pool.",) if config.global_pool != "map" else ()))
-    for name in [name for name in tensors if name.startswith(unused)]:
+    extra_heads = _HEADS if replace_head else ()  # e.g. a projector in place of the head
+    for name in [n for n in tensors if n.startswith(unused) or (n.startswith(extra_heads) and n not in wanted)]:
         del tensors[name]
-        report.ignored += [name for name in origins[name] if name in source.tensors]
+        report.ignored += [name for name in origins[name] if name in part.tensors]
     _interpolate_positions(tensors, wanted.get("pos_embed"), config, given, report)
     problems = []
     if given is not None:
@@ -257,6 +295,11 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
         problems.append(f"head: {head_problem}")
     if any(name.startswith(_HEADS) for name in missing) or any("shape of head" in problem for problem in problems):
         problems.append("to load all but the head, use create_model(num_classes=N) or load_weights(replace_head=True)")
+    if problems and report.selection():
+        problems += [*report.selection(), f"found: {contents(source.found)}"]
+    elif undecided:
+        equal = " and ".join(map(str, (part, *undecided)))
+        problems.append(f"{equal} fit equally well: pass key or prefix (FILE#key=...,prefix=...)")
     if problems:
         raise WeightsError(f"{source.name} ({converted.layout} layout) does not fit:\n  - " + "\n  - ".join(problems))
     report.loaded = len(tensors)
@@ -284,8 +327,3 @@ def _interpolate_positions(
 
 def _shape(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "scalar"
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_LISTED])
-    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"

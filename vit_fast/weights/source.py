@@ -5,6 +5,7 @@ Files in the local Hub cache are used without network access.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import pickle
@@ -23,8 +24,9 @@ from ..errors import VitFastError, check_type, type_name
 from ..libraries.interface.image_model import Facts
 from ..libraries.known import CONFIGURATIONS
 from ..libraries.transformers import hf_model
+from .checkpoint import StateDicts, state_dicts
 
-SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".npz")  # .pth.tar is a common name of .pth
 METADATA_KEY = "vit_fast"
 WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "open_clip_model.safetensors",
@@ -32,7 +34,12 @@ WEIGHT_FILES = (
 )  # fmt: skip
 
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # exceptions of reading malformed JSON
-_WRAPPERS = ("model", "state_dict", "model_state_dict")
+# Classes of data beside the weights in checkpoints. `_Skipped` stands for them, so that none of their code runs.
+_DATA = re.compile(
+    r"argparse\.Namespace|types\.SimpleNamespace|pathlib\.(\w+\.)?(Pure)?(Posix|Windows)?Path|datetime\.\w+|typing\.Any|"
+    r"torch\.torch_version\.TorchVersion|numpy\.(ndarray|dtype|dtypes\.\w+|_?core\.multiarray\.(scalar|_reconstruct))|"
+    r"omegaconf\..+|collections\.defaultdict|builtins\.(bool|bytes|dict|float|int|list|object|slice|str|tuple)"
+)
 _HUB_ID = re.compile(r"(?:hf-hub:|hf_hub:|hf://)?(\w[\w.-]*/\w[\w.-]*(?:@[\w./-]+)?)")
 
 Find = Callable[..., Path | None]  # returns the local path of the first of the given file names that exists
@@ -44,18 +51,30 @@ class WeightsError(VitFastError, ValueError):
 
 @dataclass
 class Source(Facts):
-    """A state dict with the parameter names of its library, and its metadata."""
+    """The state dicts of a file with the parameter names of their library, metadata, and the selected part."""
 
     name: str
-    tensors: dict[str, Tensor]
+    found: StateDicts
+    key: str | None = None  # of the state dict to use; None: the one that fits
+    prefix: str | None = None  # of the names to use
+    ema: bool = True  # prefer averaged weights
 
 
 def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
-    """Reads weights from a state dict, a file, a folder like a Hub repository, or a Hub id `owner/name[@revision]`."""
+    """Reads weights from a state dict, a file, a folder like a Hub repository, or a Hub id `owner/name[@revision]`.
+
+    A name may end in `#key=K,prefix=P,ema=false`, which selects the part to use.
+    """
     if isinstance(source, Source):
         return source
     if isinstance(source, Mapping):
-        return Source("a state dict", _tensors_of(source, "a state dict"))
+        return Source("a state dict", _state_dicts_of(source, "a state dict"))
+    if isinstance(source, str) and "#" in source and not Path(source).exists():
+        place, _, selection = source.partition("#")
+        chosen: dict[str, Any] = dict(part.partition("=")[::2] for part in selection.split(","))
+        if chosen.keys() - {"key", "prefix", "ema"} or chosen.get("ema", "true") not in ("true", "false"):
+            raise WeightsError(f"{source}: # must precede key=..., prefix=..., ema=true or ema=false, got {selection}")
+        return dataclasses.replace(open_source(place), **chosen | {"ema": chosen.get("ema") != "false"})
     check_type("source of weights", source, str, Path, Mapping)
     path = Path(source)
     if path.is_file():
@@ -90,7 +109,7 @@ def read_file(path: Path) -> Source:
         raise
     except Exception as error:  # for a damaged file, these libraries raise exceptions of many types
         raise WeightsError(f"{path}: cannot be read as {suffix}: {_first_line(error)}") from None
-    return Source(str(path), _tensors_of(tensors, str(path)))
+    return Source(str(path), _state_dicts_of(tensors, str(path)))
 
 
 def _read_safetensors(path: Path) -> Source:
@@ -98,7 +117,8 @@ def _read_safetensors(path: Path) -> Source:
 
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
-        source = Source(str(path), {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118  # not a mapping
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+        source = Source(str(path), state_dicts(tensors))
     if METADATA_KEY in metadata:
         try:
             saved = json.loads(metadata[METADATA_KEY])
@@ -113,13 +133,31 @@ def _read_safetensors(path: Path) -> Source:
     return source
 
 
+class _Skipped:
+    """Replaces an object whose class is in _DATA; drops its arguments and its state."""
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
 def _read_torch(path: Path) -> Mapping[str, Any]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        others = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # raised for the format before torch 1.6, and for damaged files, for which torch.load raises, too
+        others = ["argparse.Namespace"]
+    dicts: dict[str, Any] = {"collections.defaultdict": lambda *args: {}}  # torch fills dicts only
+    safe: list[Any] = [(dicts.get(name, _Skipped), name) for name in others if _DATA.fullmatch(name)]
+    try:
+        with torch.serialization.safe_globals(safe):
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
+        unsafe = ", ".join(sorted(name for name in others if not _DATA.fullmatch(name))) or "other objects"
         raise WeightsError(
-            f"{path}: must contain tensors only, because loading other objects can run code "
-            "(torch.load failed with weights_only=True): save only the state dict, preferably as .safetensors"
+            f"{path}: must contain tensors and plain data only, because loading other objects can run code, got "
+            f"{unsafe}: save only the state dict, preferably as .safetensors"
         ) from None
     if not isinstance(content, Mapping):
         raise WeightsError(f"{path}: must contain a state dict, got {type_name(content)}")
@@ -136,15 +174,10 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
         return {name: as_tensor(arrays[name]) for name in arrays.files}
 
 
-def _tensors_of(content: Mapping[str, Any], name: str) -> dict[str, Tensor]:
-    """Returns the state dict of a checkpoint, which may be nested under a key such as "model"."""
-    for key in _WRAPPERS:
-        if isinstance(inner := content.get(key), Mapping):
-            return _tensors_of(inner, name)
-    tensors = {str(key): value.detach() for key, value in content.items() if isinstance(value, Tensor)}
-    if not tensors:
+def _state_dicts_of(content: Mapping[str, Any], name: str) -> StateDicts:
+    if not (found := state_dicts(content)):
         raise WeightsError(f"{name}: must contain tensors, got none")
-    return tensors
+    return found
 
 
 def _first_line(error: BaseException) -> str:
@@ -200,9 +233,9 @@ def _open(name: str, find: Find) -> Source:
     config = _read_json(config_file)
     library = next((library for library in CONFIGURATIONS if library.CONFIG_KEYS & config.keys()), None)
     if library is None:
-        return Source(name, source.tensors, notes=["config.json is ignored: no supported library wrote it"])
+        return Source(name, source.found, notes=["config.json is ignored: no supported library wrote it"])
     try:
-        found = Source(name, source.tensors, **vars(library.read_config(config)))
+        found = Source(name, source.found, **vars(library.read_config(config)))
     except ValueError as error:
         raise WeightsError(f"{name}: its config.json describes an unsupported model: {error}") from None
     except _DAMAGE as error:
@@ -225,7 +258,8 @@ def _read_shards(index_file: Path, find: Find) -> Source:
     for filename in sorted(set(files)):
         if (path := find(filename)) is None:
             raise WeightsError(f"{index_file}: lists {filename}, which does not exist")
-        source.tensors |= read_file(path).tensors
+        for key, tensors in read_file(path).found.items():
+            source.found.setdefault(key, {}).update(tensors)
     return source
 
 

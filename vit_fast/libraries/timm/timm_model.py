@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,17 +26,21 @@ SIGNATURE = r"(^|^visual\.trunk\.)patch_embed\.proj\.weight$"
 RULES: tuple[Rule, ...] = (
     (r"visual\.trunk\.(.+)", r"\1"),
     (r"text\..+|logit_scale|logit_bias|visual\.head\..+", None),
-    (r"mask_token", None),
+    # parts of self-supervised training: decoder, projectors and heads of the loss
+    (r"mask_token|(decoder|predictor|projector|prototypes|\w+_head)(_\w+)?(\..+)?", None),
     (r"register_tokens", "reg_token"),
     (r"blocks\.(\d+)\.gamma_([12])", r"blocks.\1.ls\2.gamma"),
     *parts(r"(blocks\.\d+\.attn)\.(?:NAME_bias|NAME_proj\.bias)", "qkv", r"\1.qkv.bias"),
     *parts(r"(blocks\.\d+\.attn)\.NAME_proj\.weight", "qkv", r"\1.qkv.weight"),
     *parts(r"(blocks\.\d+\.mlp)\.fc1_NAME\.(weight|bias)", "gx", r"\1.fc1.\2"),
+    (r"(blocks\.\d+\.mlp)\.w12\.(weight|bias)", r"\1.fc1.\2"),
+    (r"(blocks\.\d+\.mlp)\.w3\.(weight|bias)", r"\1.fc2.\2"),
 )
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     """Converts old names; for DINOv2's original files with registers, adds the class position to the class token."""
+    state = {re.sub(r"^blocks\.\d+\.(?=\d+\.)", "blocks.", name): t for name, t in state.items()}  # DINOv2's chunks
     converted = rename(with_key_biases(state, r"(blocks\.\d+\.attn\.)q(_bias|_proj\.bias)"), NAME, RULES)
     if "register_tokens" in state:
         converted.fold_class_position(config)
