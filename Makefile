@@ -3,6 +3,9 @@
 #   make test        run the fast tests: less than five minutes on two idle cores (GPU tests are skipped without a GPU)
 #   make test-full   run all tests; make test-changed: only those that the changed folders require
 #   make test-oldest test the oldest supported versions: compile, export, launches, public API, a tenth of the rest
+#   make test-newest the same with the newest versions that pip finds, and a case of each kernel test on the PTX emulator
+#   make test PYTHON=python3.12 VENV=.venv-3.12
+#                    run the fast tests with another version of Python
 #   make gpu-check   check and measure a CUDA machine, offline; OUT=folder for the records
 
 PYTHON  ?= python3
@@ -16,7 +19,7 @@ PIP     := $(BIN)/python -m pip install --disable-pip-version-check -qq -c $(PIN
 SOURCES := vit_fast kernels export benchmarks tests
 READY   := $(VENV)/.ready
 
-.PHONY: bench test test-full test-changed test-execute test-oldest lint format typecheck docs classes kernels verify gpu-check bench-suite record wheel clean
+.PHONY: bench test test-full test-changed test-execute test-oldest test-newest lint format typecheck docs classes kernels verify gpu-check bench-suite record wheel clean
 
 bench: $(READY)
 	@$(BIN)/vit-fast bench $(ARGS)
@@ -28,6 +31,7 @@ test-full: $(READY)
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15 --slow $(ARGS)
 	$(MAKE) test-execute
 	$(MAKE) test-oldest
+	$(MAKE) test-newest
 
 # Run after `make test`: the parts of test-full for folders that differ from main; see the table in tests/changed.py.
 test-changed: $(READY)
@@ -44,9 +48,15 @@ test-execute: $(READY)
 	done
 
 # Tests the oldest versions that pyproject.toml allows, in a separate environment.
+test-oldest test-newest: EXTRAS := export,interop,train,predict,test
 test-oldest:
-	$(MAKE) test VENV=.venv-oldest PINS=constraints-oldest.txt EXTRAS=export,interop,train,predict,test \
-		'ARGS=--oldest $(ARGS)'
+	$(MAKE) test VENV=.venv-oldest PINS=constraints-oldest.txt EXTRAS=$(EXTRAS) 'ARGS=--versions $(ARGS)'
+
+# Tests the newest versions that pip finds, in a separate environment, which each run updates.
+test-newest:
+	rm -f .venv-newest/.ready
+	$(MAKE) test test-execute VENV=.venv-newest PINS=constraints-tools.txt EXTRAS=$(EXTRAS) ARCHS=sm_90 \
+		'PIP_ARGS=--upgrade --upgrade-strategy eager $(PIP_ARGS)' 'ARGS=--versions $(ARGS)'
 
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)
@@ -68,15 +78,14 @@ kernels: $(READY)
 verify: $(READY)
 	$(BIN)/vit-fast verify $(ARGS)
 
-# Measures the README's table again. Fails and changes nothing if the machine was busy.
-RECORD := benchmarks/results/cpu-2core
+# Measures the README's table on this kind of CPU. Fails and changes nothing if the machine was busy.
+NEW := vit-fast-results/new-record
 record: $(READY)
-	rm -rf $(RECORD).new
-	$(BIN)/vit-fast bench --seconds 6 --out $(RECORD).new $(ARGS)
-	$(BIN)/python -m vit_fast.benchmarks.report --check $(RECORD).new
-	cd $(RECORD).new && mv record.json table.md plot.png ../$(notdir $(RECORD))/
-	rm -rf $(RECORD).new
-	$(BIN)/python -m vit_fast.benchmarks.report --fill README.md
+	rm -rf $(NEW) $(NEW).partial
+	$(BIN)/vit-fast bench --seconds 6 --out $(NEW) $(ARGS)
+	folder=benchmarks/results/$$($(BIN)/python -m vit_fast.benchmarks.documents --check $(NEW)) && mkdir -p $$folder && \
+		mv $(NEW)/record.json $(NEW)/table.md $(NEW)/plot.png $$folder
+	$(BIN)/python -m vit_fast.benchmarks.documents --fill README.md
 
 # Uses the system's Python and its packages, and downloads nothing. OUT is the folder for the records.
 OUT ?= vit-fast-results/gpu-check
@@ -93,13 +102,13 @@ wheel: $(READY)
 	$(BIN)/python -m build --wheel --sdist --no-isolation
 
 clean:
-	rm -rf $(VENV) .venv-oldest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # Install torch first, so that packages that depend on it do not choose another build.
-$(READY): pyproject.toml $(PINS) tests/torchvision_cpu.py
+$(READY): pyproject.toml $(PINS) constraints-tools.txt tests/torchvision_cpu.py
 	@echo "set-up: virtual environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "set-up: torch (hundreds of megabytes; the versions of $(PINS))"
+	@echo "set-up: torch (hundreds of megabytes; pins: $(PINS))"
 	@$(PIP) torch setuptools wheel
 	@echo "set-up: vit-fast and its peers ($(EXTRAS))"
 	@$(PIP) --no-build-isolation -e '.[$(EXTRAS)]'

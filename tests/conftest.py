@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the slow tests, like `make test-full`")
     parser.addoption("--only-slow", action="store_true", help="run only slow tests, without slow(minutes=True)")
     parser.addoption("--minutes", type=float, help="start no test after this many minutes")
-    parser.addoption("--oldest", action="store_true", help="run version-dependent tests, and a tenth of the rest")
+    parser.addoption("--versions", action="store_true", help="run version-dependent tests, and a tenth of the rest")
 
 
 # Tests that depend on the versions of libraries: compile, export, launches, public API.
@@ -57,7 +57,7 @@ DEPENDENT = re.compile(
 TOOLS = ("test_bench_", "test_docs", "test_emulator_", "test_structure", "test_tiers")
 
 
-def _of_oldest(items: list[pytest.Item]) -> set[pytest.Item]:
+def _of_versions(items: list[pytest.Item]) -> set[pytest.Item]:
     """Returns the tests that DEPENDENT matches, and every tenth of each other file except TOOLS."""
     groups = groupby((item for item in items if not item.path.stem.startswith(TOOLS)), key=lambda item: item.path)
     numbered = [numbers for _, group in groups for numbers in enumerate(group)]
@@ -65,9 +65,16 @@ def _of_oldest(items: list[pytest.Item]) -> set[pytest.Item]:
     return {item for item in chosen if not tiers.takes_minutes(item)}
 
 
+def pytest_report_header() -> str:
+    from vit_fast.version import PACKAGES, installed
+
+    versions = {name: installed(name) for name in PACKAGES}
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--oldest"):
-        tiers.keep(config, items, _of_oldest(items))
+    if config.getoption("--versions") and KERNEL_ARCH is None:
+        tiers.keep(config, items, _of_versions(items))
     elif config.getoption("--only-slow"):
         tiers.keep(config, items, {item for item in tiers.left_out(items) if not tiers.takes_minutes(item)})
     elif KERNEL_ARCH is None and not config.getoption("--slow"):  # emulator/plugin.py chooses its own

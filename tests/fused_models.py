@@ -73,10 +73,14 @@ def images(name: str, height: int = IMAGE, width: int | None = None) -> Callable
     return lambda: {name: torch.randn(2, 3, height, width or height)}
 
 
+def is_older_than_pinned(library: str) -> bool:
+    pinned = re.search(rf"^{library}==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    return pinned is not None and TorchVersion(version(library)) < pinned[1]
+
+
 def _skip_if_unknown(library: str, known: bool, model: str) -> None:
     """Skips a model that the installed release lacks; with constraints.txt, no model is skipped."""
-    pinned = re.search(rf"^{library}==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    if not known and pinned is not None and TorchVersion(version(library)) < pinned[1]:
+    if not known and is_older_than_pinned(library):
         pytest.skip(f"{library} {version(library)} has no {model}")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import SUBJECTS, Subject, double_inputs
+from fused_models import SUBJECTS, Subject, double_inputs, is_older_than_pinned
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,8 +34,8 @@ FAST = (
     "vit-fast-dinov3",
 )  # fmt: skip
 NOT_IN_OLDEST = {
-    "timm-rope-mixed": "with timm 1.0.20, blocks with these positions run as modules",
-    "transformers-siglip2": "transformers 4.53 supports masks in fp32 only",
+    "timm-rope-mixed": ("timm", "with timm 1.0.20, blocks with these positions run as modules"),
+    "transformers-siglip2": ("transformers", "transformers 4.53 supports masks in fp32 only"),
 }
 
 
@@ -64,12 +64,12 @@ def test_every_kind_of_block(
     name: str,
     dtype: torch.dtype,
     runs: list[int],
-    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In fp32, with the matmuls of oneDNN and with those of MKL; attention runs by oneDNN Graph, unless by MKL."""
-    if request.config.getoption("--oldest") and name in NOT_IN_OLDEST:
-        pytest.skip(NOT_IN_OLDEST[name])
+    library, reason = NOT_IN_OLDEST.get(name, ("", ""))
+    if library and is_older_than_pinned(library):
+        pytest.skip(reason)
     monkeypatch.setattr(packed, "GRAPH_TOKENS", 1)
     subject = SUBJECTS[name]
     model, inputs = fused(subject, dtype)

@@ -1,7 +1,7 @@
 """Decides which tests `make test` runs; `make test-full` (--slow) runs all of them.
 
-`make test` skips tests marked `slow`. `make test-changed` and `make test-oldest` skip slow(minutes=True). Three other
-markers select the cases of a parametrized test that `make test` runs:
+`make test` skips tests marked `slow`. `make test-changed`, `make test-oldest` and `make test-newest` skip
+slow(minutes=True). Three other markers select the cases of a parametrized test that `make test` runs:
 
     pairwise           a small set of cases that contains every pair of parameter values
     each_value         a small set of cases that contains every parameter value
@@ -84,7 +84,7 @@ def _left_out(cases: Sequence[pytest.Function]) -> Iterator[pytest.Item]:
 def left_out(items: Sequence[pytest.Item], *, cases: bool = True) -> set[pytest.Item]:
     """Returns the tests that `make test` does not run; without `cases`, only those marked slow."""
     found = {item for item in items if item.get_closest_marker("slow")}
-    for _, group in groupby(items, key=lambda item: (item.path, getattr(item, "originalname", item.name))):
+    for _, group in groupby(items, key=_function):
         if cases:
             found.update(_left_out([item for item in group if item not in found]))
     return found
@@ -92,9 +92,19 @@ def left_out(items: Sequence[pytest.Item], *, cases: bool = True) -> set[pytest.
 
 def share(items: Sequence[pytest.Item], number: int, of: int) -> set[pytest.Item]:
     """Returns every `of`-th test, starting at `number` % `of`; all schedules of a case count as one test."""
-    names = [(item.path, getattr(item, "originalname", item.name), _id(item)) for item in items]
+    names = [(*_function(item), _id(item)) for item in items]
     places = {name: place for place, name in enumerate(dict.fromkeys(names))}
     return {item for item, name in zip(items, names, strict=True) if places[name] % of == number % of}
+
+
+def first_cases(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Returns the first case of each test function, with all schedules."""
+    firsts: dict[tuple[object, str], str] = {}
+    return {item for item in items if firsts.setdefault(_function(item), _id(item)) == _id(item)}
+
+
+def _function(item: pytest.Item) -> tuple[object, str]:
+    return item.path, getattr(item, "originalname", item.name)
 
 
 def keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:

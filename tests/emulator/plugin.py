@@ -45,7 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     left_out = tiers.left_out(items, cases=config.getoption("share"))
     kept = set(items) - left_out
-    if config.getoption("share"):
+    if config.getoption("versions"):
+        kept = tiers.first_cases([item for item in items if item in kept])
+    elif config.getoption("share"):
         number = ARCHS.index(os.environ["VIT_FAST_EXECUTE"]) + config.getoption("seed")
         kept |= tiers.share([item for item in items if item in left_out], number, len(ARCHS))
     tiers.keep(config, items, kept)
