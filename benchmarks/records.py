@@ -151,7 +151,7 @@ class Journal:
         """Starts the journal of a new run in a new or empty folder, by default in ./vit-fast-results."""
         if folder is None:
             date = re.sub(r"[^0-9T]", "", machine["date"].partition("+")[0]).replace("T", "-")
-            name = f"{date}-{re.sub(r'[^a-z0-9]+', '-', machine['device'].lower()).strip('-')}"
+            name = f"{date}-{folder_name(machine)}"
             names = [name, *(f"{name}-{number}" for number in range(2, 99))]
             folders = (Path("vit-fast-results", name) for name in names)
             folder = next(one for one in folders if not (one.exists() or _partial(one).exists()))
@@ -221,6 +221,11 @@ class Journal:
         if not keep:
             self._path.unlink()
         self._path.parent.replace(self.folder)
+
+
+def folder_name(machine: Mapping[str, Any]) -> str:
+    """Returns the name of a folder for records of a machine: letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
 
 
 def check_folder(folder: Path) -> None:

@@ -1,17 +1,10 @@
-"""A record as text, as a plot, and as an HTML page that needs no network.
-
-python -m vit_fast.benchmarks.report --check RECORD    fails if the record must not be cited
-python -m vit_fast.benchmarks.report --fill README.md  fills blocks of a document, which start with
-    `<!-- record: PATH -->` or `<!-- summary: PATH -->`, relative to the document, and end with `<!-- /record -->`
-"""
+"""A record as text, as a plot, and as an HTML page that needs no network."""
 
 from __future__ import annotations
 
 import io
 import json
-import re
 import shlex
-import sys
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +16,8 @@ from vit_fast.measure.clock import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE, format_
 from vit_fast.work import Work
 
 from .preparation import PARTS, REST
-from .records import Record, Row, ceiling_of, damaged, is_bench, is_lower, measured, read_record, resolution_of
+from .records import Record, Row, ceiling_of, damaged, is_bench, is_lower, measured, resolution_of
 
-_BLOCK = re.compile(r"(<!-- (record|summary): (\S+) -->\n).*?(<!-- /record -->)", re.DOTALL)
 MOST_KERNELS = 8
 MOST_ON_SCREEN = 7  # columns besides the candidate
 INK, FAINT, ACCENT = "#1e293b", "#64748b", "#0f766e"
@@ -96,7 +88,7 @@ def groups(record: Record, status: str = "") -> dict[str, list[Row]]:
     return grouped
 
 
-def _contests(record: Record) -> Iterator[tuple[list[Row], Row | None]]:
+def contests(record: Record) -> Iterator[tuple[list[Row], Row | None]]:
     """Yields the measured rows of a group at full precision, and the best of vit-fast if there is a peer."""
     for rows in groups(record, "measured").values():
         if alike := [row for row in rows if not is_lower(row)]:
@@ -106,7 +98,7 @@ def _contests(record: Record) -> Iterator[tuple[list[Row], Row | None]]:
 def closing(record: Record) -> str:
     """Returns a sentence: vit-fast's fastest candidate relative to the best peer of each group, and a next step."""
     found, next_command, is_ranked = [], command(record), True
-    for (fastest, *_), own in _contests(record):
+    for (fastest, *_), own in contests(record):
         where = f"({fastest['dtype']}, batch {fastest['batch']})"
         if own is None:
             found.append(f"{fastest['candidate']} is the fastest {where}")
@@ -264,19 +256,6 @@ def _parts(record: Record, rows: list[Row]) -> tuple[list[str], list[list[str]]]
     return ["part", "floor", *map(label, rows)], cells
 
 
-def summary(record: Record) -> str:
-    """Returns a table for a document: the fastest candidate of vit-fast, timm and the best peer of each group."""
-    titles = ("model", "precision", "batch", "vit-fast (images/s)", "timm", "best peer", "ratio to best peer")
-    lines = [f"| {' | '.join(titles)} |", "|---|---|---:|---|---:|---|---:|"]
-    for alike, own in _contests(record):
-        rates = {row["candidate"]: format_number(row["images_per_s"]) for row in alike}
-        if own is not None:
-            best, peer = (f"{rates[name]} (`{name}`)" for name in (own["candidate"], own["best_peer"]))
-            about = own["model"], own["dtype"], str(own["batch"])
-            lines.append(f"| {' | '.join((*about, best, rates.get('timm', ''), peer, _ratio(own)))} |")
-    return "\n".join([*lines, "", f"Measured on {heading(record)}."]) + "\n"
-
-
 def sections(record: Record) -> Iterator[str | list[str] | Table]:
     """Yields the paragraphs, lists and tables of a record; for other commands than bench, a table of rows."""
     if not is_bench(record):
@@ -375,25 +354,3 @@ def draw(record: Record) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
-
-
-def fill(document: Path) -> None:
-    """Fills every block of a markdown document from its record; raises ValueError if a record must not be cited."""
-    made = {"record": markdown, "summary": summary}
-
-    def filled(match: re.Match[str]) -> str:
-        return f"{match[1]}{made[match[2]](check(document.parent / match[3]))}{match[4]}"
-
-    document.write_text(_BLOCK.sub(filled, document.read_text()))
-
-
-def check(path: Path) -> Record:
-    """Reads a record to cite; see objections."""
-    record = read_record(path)
-    if reasons := objections(record):
-        raise ValueError(f"{path.name} must not be cited: {'; '.join(reasons)}")
-    return record
-
-
-if __name__ == "__main__":
-    {"--check": check, "--fill": fill}[sys.argv[1]](Path(sys.argv[2]))

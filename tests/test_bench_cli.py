@@ -19,7 +19,8 @@ from vit_fast.benchmarks import records, report
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 
-COMMITTED = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "cpu-2core-batch-1" / "record.json"
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+COMMITTED = RESULTS / "amd-epyc-family-26-avx512-2-threads" / "batch-1" / "record.json"
 SMALL = ["--models", "vit_test", "--batch-sizes", "2", "--dtypes", "fp32"]
 FILES = ["plot.png", "record.json", "report.html", "table.md"]
 

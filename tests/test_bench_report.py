@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import html
 import io
 import json
@@ -16,14 +17,15 @@ from command_line import run
 from PIL import Image
 from rich.console import Console
 
-from vit_fast.benchmarks import records, report
+from vit_fast.benchmarks import documents, records, report
 from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.preparation import COMPILED, REST, part_of
 from vit_fast.cli import table
 from vit_fast.work import work
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMITTED = ROOT / "benchmarks" / "results" / "cpu-2core" / "record.json"
+RESULTS = ROOT / "benchmarks" / "results"
+COMMITTED = RESULTS / "amd-epyc-family-26-avx512-2-threads" / "record.json"
 
 
 @pytest.fixture
@@ -99,26 +101,47 @@ def test_the_text_names_resolution_defects_and_what_was_not_measured(record):
     assert re.search(r"\| host ms \|(.*\n)*.*\| 11(\.0)? bound \|", report.markdown(record))
 
 
-def test_blocks_of_a_document_are_filled_from_records_that_may_be_cited(record, tmp_path):
-    path, document = tmp_path / "r.json", tmp_path / "README.md"
-    path.write_bytes(records.to_json(record))
-    block = "before\n<!-- record: r.json -->\n{}<!-- /record -->\n<!-- summary: r.json -->\n{}<!-- /record -->"
-    document.write_text(block.format("old\n", ""))
+def test_documents_contain_each_machine_that_may_be_cited(record, tmp_path):
+    document = tmp_path / "README.md"
+    block = "before\n<!-- summary: results/*/record.json -->\n{}<!-- /summary -->\nafter"
+    document.write_text(block.format("old\n"))
+    with pytest.raises(ValueError, match=r"results/\*/record.json must match a record"):
+        documents.fill(document)
+    other = copy.deepcopy(record)
+    other["machine"]["device"] = "AMD EPYC (family 25, AVX2, 2 threads)"
+    for row in other["rows"]:
+        row["images_per_s"] = row["images_per_s"] and 100 * (1 + (row["candidate"] == "timm+fused+frozen"))
+    for name, each in {"zen5": record, "zen3": other, "zen3/more": other}.items():
+        (tmp_path / "results" / name).mkdir(parents=True)
+        (tmp_path / "results" / name / "record.json").write_bytes(records.to_json(each))
     for _ in range(2):
-        report.fill(document)
-        assert document.read_text() == block.format(report.markdown(record), report.summary(record))
+        documents.fill(document)
+        assert document.read_text() == block.format(documents.summary({"results/zen3": other, "results/zen5": record}))
+    rows = [line for line in document.read_text().splitlines() if line.startswith("| AMD")]
+    assert [line.split(" | ")[0][2:] for line in rows] == [
+        each["machine"]["device"] for each in (other, record) for _ in "18"
+    ]
+    notes = [line for line in document.read_text().splitlines() if line.startswith("- ")]
+    assert notes[0].startswith(
+        "- vit-fast is 2.0 times as fast as timm on AMD EPYC (family 25, AVX2, 2 threads); torch "
+    )
+    assert notes[1].startswith("- vit-fast is 1.9 to 2.2 times as fast as timm on AMD EPYC (family 26, AVX512")
+    assert "[all results](results/zen5/table.md), [plot](results/zen5/plot.png)" in notes[1]
     record["rows"][2]["defect"] = "1.25x the matmul ceiling"
     record |= {"busy": ["load 7.5"], "interrupted": True}
-    path.write_bytes(records.to_json(record))
+    (tmp_path / "results" / "zen5" / "record.json").write_bytes(records.to_json(record))
     with pytest.raises(ValueError, match=r"must not be cited: .*load 7.5.*ceiling.*interrupted"):
-        report.fill(document)
+        documents.fill(document)
     assert "Must not be cited" in report.render({"run": record})
 
 
-@pytest.mark.parametrize("folder", ["cpu-2core", "cpu-2core-batch-1"])
-def test_committed_tables_are_those_of_their_records(folder):
-    path = ROOT / "benchmarks" / "results" / folder
-    assert report.markdown(records.read_record(path)) == (path / "table.md").read_text()
+def test_committed_records_lie_in_the_folder_of_their_machine_with_their_tables():
+    paths = [*RESULTS.rglob("record.json")]
+    assert COMMITTED in paths
+    for path in paths:
+        record = documents.check(path)
+        assert path.relative_to(RESULTS).parts[0] == records.folder_name(record["machine"])
+        assert report.markdown(record) == (path.parent / "table.md").read_text()
 
 
 @pytest.mark.parametrize("width", [80, 126, 200])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from children import environment, run_python
 from command_line import run
 
@@ -38,6 +39,16 @@ def test_instruction_sets_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version.Path, "read_text", lambda path: lines)
     assert version.cpu_name() == "A CPU"
     assert version.cpu_instructions() == ["avx2", "avx512_vnni", "amx_bf16"]
+
+
+@pytest.mark.parametrize(("family", "kind"), [("25", "family 25, AVX2"), ("26", "family 26, AVX512"), ("", "AVX512")])
+def test_records_distinguish_cpus_of_equal_name(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual machines hide the model."""
+    fields = {"model name": "AMD EPYC", "cpu family": family}
+    monkeypatch.setattr(version, "_cpuinfo", lambda *names: fields.get(names[0], ""))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: kind.split(", ")[-1])
+    machine = version.describe("cpu")
+    assert machine["device"] == f"AMD EPYC ({kind}, {torch.get_num_threads()} threads)"
 
 
 def test_a_list_of_models_builds_one_block_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ import typer
 from command_line import run
 
 from vit_fast import cli
-from vit_fast.benchmarks.records import read_record
-from vit_fast.benchmarks.report import fill, objections
+from vit_fast.benchmarks.documents import fill
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -87,5 +86,3 @@ def test_tables_match_the_committed_records(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(README)
     fill(tmp_path / "README.md")
     assert (tmp_path / "README.md").read_text() == README
-    for path in (ROOT / "benchmarks" / "results").rglob("record.json"):
-        assert not objections(read_record(path)), path

@@ -12,7 +12,7 @@ from PIL import Image
 from vit_fast import create_model, save
 from vit_fast.files import file_aside, folder_aside
 
-RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "cpu-2core"
+RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "amd-epyc-family-26-avx512-2-threads"
 FULL_DISK = """
 import contextlib, io, resource, signal, sys
 from pathlib import Path

@@ -74,11 +74,15 @@ def describe(device: torch.device | str) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
         }
+    # virtual machines report the same name for different CPUs
+    family = f"family {number}, " if (number := _cpuinfo("cpu family")) else ""
+    cpu = f"{cpu_name()} ({family}{torch.backends.cpu.get_cpu_capability()}, {threads} threads)"
     return {
-        "device": gpu["name"] if gpu else f"{cpu_name()} ({threads} threads)",
+        "device": gpu["name"] if gpu else cpu,
         "device_type": device.type,
         "gpu": gpu,
         "cpu": cpu_name(),
+        "cpu_instructions": cpu_instructions(),
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": threads,
         "load_average": round(os.getloadavg()[0], 2),
