@@ -6,6 +6,7 @@ architectures. Only `vit-fast kernels --update-baseline` changes it.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -37,6 +38,7 @@ Resources: registers per thread, stack_bytes, shared_bytes, ctas_per_sm, warps. 
 
 BASELINE_PATH = Path(__file__).with_name("baseline.json")
 ALLOWED_GROWTH = 1.10
+ALLOWED_SPILLS = 0.02
 _GROWING = ("registers", "instructions", "wgmma_waits")
 _MUST_STAY = ("hgmma", "tcgen05", "tma_loads", "tma_stores")
 _RECORDED = ("registers", "instructions", "spills", "shared_bytes", "ctas_per_sm", "hmma", *_MUST_STAY)
@@ -107,9 +109,14 @@ def compile_stats(launch: Launch, arch: str) -> Stats:
 
 
 def problems(build: Build, stats: Stats, arch: str) -> list[str]:
-    """Lists reasons not to ship a build."""
+    """Lists reasons not to ship a build.
+
+    The configurations are chosen for the Triton version of the baseline, with which no kernel spills. With other
+    versions, at most 2 % of the instructions may access spilled registers.
+    """
     found = []
-    if stats["spill_loads"] or stats["spill_stores"]:
+    allowed = 0 if is_comparable() else ALLOWED_SPILLS * stats["instructions"]
+    if stats["spill_loads"] + stats["spill_stores"] > allowed:
         found.append(f"spills: {stats['spill_loads']} loads, {stats['spill_stores']} stores")
     if stats["wgmma_waits"] > stats["wgmma_waits_in_ptx"]:
         found.append(f"wgmma is serialized: {stats['wgmma_waits']} waits in SASS, {stats['wgmma_waits_in_ptx']} in PTX")
@@ -128,6 +135,12 @@ def read_baseline(path: Path = BASELINE_PATH) -> dict[str, Any]:
     """Returns the baseline: {"triton": version, "builds": {key: statistics}}."""
     baseline: dict[str, Any] = json.loads(path.read_text())
     return baseline
+
+
+@functools.cache
+def is_comparable() -> bool:
+    """True if the installed version of Triton wrote the baseline."""
+    return bool(read_baseline()["triton"] == triton.__version__)
 
 
 def regressions(baseline: Mapping[str, Any], key: str, now: Stats) -> list[str]:

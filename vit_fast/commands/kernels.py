@@ -123,7 +123,7 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, to_st
     # check all names first, because compilation takes minutes
     wanted = [(arch, build) for arch in archs or offline.ARCHS for build in static_checks.builds(arch, core)]
     before = static_checks.read_baseline()
-    comparable = before["triton"] == triton.__version__ and not update_baseline
+    comparable = static_checks.is_comparable() and not update_baseline
     rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {}
     for arch, build in wanted:
