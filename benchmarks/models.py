@@ -227,7 +227,7 @@ def _given(given: str, find: Callable[[str, Size | None], Found], size: Size | N
 
     def build() -> nn.Module:  # with the same random weights each time, without changing the caller's random state
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # the model is built on the CPU
             model = make()
         if not isinstance(model, nn.Module):
             raise TypeError(f"the function must return an nn.Module, got {type(model).__name__}")

@@ -28,7 +28,7 @@ from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, NOISE, Measure, e
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure import candidate as measuring
 from vit_fast.measure.candidate import GRAPH_MODES, MEASURES, Candidate, Prepared, Reference, at_most, describe_error
-from vit_fast.measure.clock import Call, synchronize
+from vit_fast.measure.clock import Call, begin, synchronize
 from vit_fast.work import Work
 
 from .candidates import build_reference, make
@@ -61,12 +61,13 @@ class TrainingStep:
                 part.p = 0.0
         if self.whole:
             self.optimizer = torch.optim.AdamW(self.parameters, LEARNING_RATE, fused=group.device.type == "cuda")
-        else:
-            from torch._functorch import config
-
-            # The compiled backward runs repeatedly, so it must not reuse the memory of its inputs.
-            config.donated_buffer = False
         self._forwards: dict[int, tuple[Tensor, list[Tensor], Tensor]] = {}
+
+    def forward(self, x: Tensor) -> None:
+        """Runs the forward of a part; the next call with the same tensor runs its backward."""
+        leaf = x.detach().requires_grad_()
+        out = self.function(leaf)
+        self._forwards[id(x)] = out, [leaf, *self.parameters], self._gradient_of(out)
 
     def __call__(self, x: Tensor) -> object:
         if self.whole:
@@ -74,21 +75,27 @@ class TrainingStep:
             self._losses(x, torch.arange(len(x), device=x.device)).mean().backward()
             return self.optimizer.step()
         if id(x) not in self._forwards:
-            leaf = x.detach().requires_grad_()
-            out = self.function(leaf)
-            self._forwards[id(x)] = out, [leaf, *self.parameters], self._gradient_of(out)
-        out, leaves, gradient = self._forwards[id(x)]
-        return torch.autograd.grad(out, leaves, gradient, retain_graph=True)
+            self.forward(x)
+        out, leaves, gradient = self._forwards.pop(id(x))
+        return torch.autograd.grad(out, leaves, gradient)
 
     def gradients(self, x: Tensor, rows: Sequence[int], places: Sequence[int]) -> list[Tensor]:
-        """Returns the gradient of the input [B, ...], then of each parameter, or for a whole model their norm [1]."""
-        leaf = x.detach().clone().requires_grad_()
-        losses = self._losses(leaf, torch.tensor(places, device=x.device))
-        own, *others = torch.autograd.grad(losses[rows].sum(), [leaf, *self.parameters], allow_unused=self.whole)
+        """Returns the gradient of the input [B, ...], then of each parameter.
+
+        For a whole model, returns the losses [B], and of the parameters' gradients the norm [1] and the sum of their
+        products with the magnitudes of the parameters [1], which also depends on the signs. The input needs no gradient
+        there, as in a training step: torch.compile would compile another graph for it.
+        """
         if not self.whole:
-            return [own, *others]
-        squares = [gradient.double().square().sum() for gradient in others if gradient is not None]
-        return [own, torch.stack(squares).sum().sqrt().reshape(1).to(x.dtype)]
+            leaf = x.detach().clone().requires_grad_()
+            losses = self._losses(leaf, torch.tensor(places, device=x.device))
+            return [*torch.autograd.grad(losses[rows].sum(), [leaf, *self.parameters])]
+        losses = self._losses(x, torch.tensor(places, device=x.device))
+        found = torch.autograd.grad(losses[rows].sum(), self.parameters, allow_unused=True)
+        pairs = [(one.double(), own.detach().double()) for one, own in zip(found, self.parameters) if one is not None]
+        square = torch.stack([one.square().sum() for one, _ in pairs]).sum()
+        product = torch.stack([(one * own.abs()).sum() for one, own in pairs]).sum()
+        return [losses.detach().to(x.dtype), *(one.reshape(1).to(x.dtype) for one in (square.sqrt(), product))]
 
     def _losses(self, x: Tensor, places: Tensor) -> Tensor:
         amp = self.group.dtype_name == "amp" and self.whole and x.dtype != torch.float64
@@ -108,16 +115,17 @@ class TrainingStep:
 def _expect_gradients(
     group: Group, exact_model: nn.Module, eager_model: nn.Module, images: Tensor, rows: list[int], noise: Tensor
 ) -> tuple[list[Tensor], list[dict[Measure, float]]]:
-    """Returns fp64 gradients of images, and eager's errors. Errors of norms also include the random images `noise`."""
+    """Returns fp64 gradients of images, and eager's errors, for a whole model also on the random images `noise`."""
     exact_step, step = TrainingStep(group, exact_model, exact_model), TrainingStep(group, eager_model, eager_model)
     each = range(len(rows))
     exact, eager = exact_step.gradients(images.double(), each, rows), step.gradients(images, each, rows)
-    errors: list[dict[Measure, float]] = [measuring.errors_of(eager[0], exact[0])]
-    errors += [{"largest": error_of(*pair)} for pair in zip(eager[1:], exact[1:], strict=True)]
+    errors: list[dict[Measure, float]] = [{"largest": error_of(*pair)} for pair in zip(eager, exact, strict=True)]
+    if not group.model.is_whole:
+        errors[0] = measuring.errors_of(eager[0], exact[0])
     for image in noise.split(1) if group.model.is_whole else ():
-        norm, exact_norm = step.gradients(image, [0], [0])[1], exact_step.gradients(image.double(), [0], [0])[1]
-        relative = error_of(norm, exact_norm) / size_of(exact_norm)
-        errors[1]["largest"] = max(errors[1]["largest"], relative * size_of(exact[1]))
+        found = zip(step.gradients(image, [0], [0]), exact_step.gradients(image.double(), [0], [0]), exact, errors)
+        for one, right, expected, error in found:
+            error["largest"] = max(error["largest"], error_of(one, right) / size_of(right) * size_of(expected))
     return [exact[0].cpu(), *exact[1:]], errors
 
 
@@ -171,10 +179,12 @@ def expect(group: Group, images: Tensor, *others: Tensor) -> Reference:
                 outputs = [*exact, *(exact_model(batch.double()).cpu() for batch in others)] if whole else []
     shapes = [(group.batch_size, *exact[0].shape[1:]), *(tuple(gradient.shape) for gradient in exact[1:])]
     dtype = torch.bfloat16 if group.dtype_name == "amp" else group.dtype
-    what = " of the norm of all parameters' gradients" if whole else " of a parameter's gradient"
+    names = [""] + [" of a parameter's gradient"] * (len(exact) - 1)
+    if whole and group.training:
+        names = [f" of {what}" for what in ("the losses", "the gradients' norm", "the gradients' sum with signs")]
     factor, kind = (GRADIENT_FACTOR, list) if group.training else (FORWARD_FACTOR, Tensor)
     limits = [measuring.limits_of(error, one, dtype, factor) for error, one in zip(errors, exact, strict=True)]
-    return Reference(exact, limits, shapes, ["", *(what for _ in exact[1:])], rows, outputs, kind)
+    return Reference(exact, limits, shapes, names, rows, outputs, kind)
 
 
 def prepare(
@@ -241,6 +251,13 @@ def _callers(
                 torch.compiler.cudagraph_mark_step_begin()
             return compiled(batch)
 
+    def begin(number: int) -> None:
+        with candidate.context():
+            step.forward(batches[number % len(batches)])
+
+    if step is not None and not step.whole:
+        call.begin = begin  # type: ignore[attr-defined]  # see clock.begin
+
     def gradients() -> object:
         with candidate.context():
             return step.gradients(batches[0].to(group.device), checked_rows(group), range(group.batch_size))
@@ -281,6 +298,8 @@ def profile(call: Call, device: torch.device, least: dict[str, Work], itemsize: 
     """Returns "kernels" [part, name, calls, ms] per call, longest first, and "least" [operations, bytes] per part."""
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
+    for number in range(PROFILED_CALLS):
+        begin(call, number)
     with torch.profiler.profile(activities=activities) as profiler:
         for number in range(PROFILED_CALLS):
             call(number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ import torch
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate, Prepared, at_most, describe_error, is_out_of_memory
 from vit_fast.measure.clock import Call, Protocol, Samples, time_interleaved
-from vit_fast.version import __version__, describe, gpu_query
+from vit_fast.version import __version__, describe, nvidia_smi
 
 from . import preparation, records
 from .configuration import Configuration
@@ -45,8 +46,8 @@ MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
 CEILING_PROTOCOL = Protocol(repeats=50, seconds=0.25, least_repeats=5, warmup_repeats=3)
 # A run is busy above these shares of CPU time: used by other processes; throttled by the cgroup's quota.
 BUSY_SHARE, THROTTLED_SHARE = 0.10, 0.01
-# Bits of NVML's clock event reasons for heat or power delivery, not for the power cap or an idle device.
-GPU_SLOWDOWNS = 0x8 | 0x20 | 0x40 | 0x80
+# Counters of nvidia-smi for clocks that were lowered because of heat or power delivery, not because of the power cap.
+GPU_SLOWDOWNS = re.compile(r"(?:Thermal Slowdown|Power Brak\w+)\s*:\s*(\d+) us")
 
 
 def run(
@@ -227,6 +228,8 @@ class Watch:
         alike = [name for name, ready in prepared.items() if not records.is_lower(ready.row)] or list(prepared)
         self.best = min(alike, key=lambda name: prepared[name].call_s)
         self.calls = {name: partial(self._call, name, ready.call) for name, ready in prepared.items()}
+        for name, call in self.calls.items():
+            call.begin = partial(clock.begin, prepared[name].call)  # type: ignore[attr-defined]  # see clock.begin
         self.calls[AGAIN] = self.calls[self.best]
         self._samples: Mapping[str, Samples] = {}
         self.running = ""
@@ -302,24 +305,23 @@ class Conditions:
         self._device = device
         self._before = self._read()
 
-    def _read(self) -> tuple[float, float, float, bool]:
-        """Returns the time, seconds per CPU of other processes, seconds withheld by the quota, and GPU throttling."""
-        (busy_s, processors), times, is_slowed = _busy_seconds(), os.times(), False
+    def _read(self) -> tuple[float, float, float, float]:
+        """Returns the time, seconds of other processes per CPU, withheld by the quota, and with lowered GPU clocks."""
+        (busy_s, processors), times, slowed_us = _busy_seconds(), os.times(), 0
         own_s = times.user + times.system + times.children_user + times.children_system
         if self._device.type == "cuda":
-            active = gpu_query(self._device, "clocks_event_reasons.active") or ""
-            is_slowed = active.startswith("0x") and bool(int(active, 16) & GPU_SLOWDOWNS)
+            slowed_us = sum(map(int, GPU_SLOWDOWNS.findall(nvidia_smi(self._device, "-q", "-d", "PERFORMANCE") or "")))
         others_s = (busy_s - own_s) / processors if processors else 0.0
-        return time.perf_counter(), others_s, _throttled_seconds(), is_slowed
+        return time.perf_counter(), others_s, _throttled_seconds(), slowed_us / 1e6
 
     def summary(self) -> dict[str, Any]:
         """Returns plain data for the record; `busy` lists reasons not to trust the figures."""
-        (start, *before, was_slowed), (end, *after, is_slowed) = self._before, self._read()
-        others, throttled = (max(b - a, 0.0) / max(end - start, 1e-9) for a, b in zip(before, after, strict=True))
+        (start, *before), (end, *after) = self._before, self._read()
+        others, throttled, slowed = (max(b - a, 0.0) / max(end - start, 1e-9) for a, b in zip(before, after))
         checks = (
             (others > BUSY_SHARE, f"other processes used {others:.0%} of the CPU time"),
             (throttled > THROTTLED_SHARE, f"the cgroup's quota throttled this process for {throttled:.0%} of the time"),
-            (was_slowed or is_slowed, "the GPU throttled"),
+            (slowed > THROTTLED_SHARE, f"heat or power delivery lowered the GPU's clocks for {slowed:.0%} of the time"),
         )
         busy = [reason for is_so, reason in checks if is_so]
         return {"others_share": round(others, 4), "throttled_share": round(throttled, 4), "busy": busy}

@@ -60,7 +60,7 @@ def install(monkeypatch: Any) -> list[Tape]:
     tapes: list[Tape] = []
     launch_now = Launch.run
 
-    def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> Callable[[], Any]:
+    def capture(run: Callable[[], Any], stream: Any, pool: Any) -> Callable[[], Any]:
         tape = Tape()
         tapes.append(tape)
 

@@ -63,7 +63,8 @@ def describe(device: torch.device | str) -> dict[str, Any]:
     if device.type == "cuda":
         properties: Any = torch.cuda.get_device_properties(device)
         names = ("driver", "power_limit", "max_clock")
-        reported = (gpu_query(device, "driver_version,power.limit,clocks.max.sm") or "").split(", ")
+        query = "--query-gpu=driver_version,power.limit,clocks.max.sm"
+        reported = (nvidia_smi(device, "--format=csv,noheader", query) or "").split(", ")
         gpu = {
             "name": properties.name,
             "capability": f"{properties.major}.{properties.minor}",
@@ -125,10 +126,10 @@ def _output(command: list[str]) -> str | None:
         return None
 
 
-def gpu_query(device: torch.device, fields: str) -> str | None:
-    """Returns fields of a GPU, separated by commas, from nvidia-smi; None if nvidia-smi is missing or fails."""
+def nvidia_smi(device: torch.device, *options: str) -> str | None:
+    """Returns the output of nvidia-smi for a GPU; None if nvidia-smi is missing or fails."""
     import torch
 
     at: Any = torch.cuda.get_device_properties(device)
     bus = f"{at.pci_domain_id:08x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
-    return _output(["nvidia-smi", f"--id={bus}", "--format=csv,noheader", f"--query-gpu={fields}"])
+    return _output(["nvidia-smi", f"--id={bus}", *options])

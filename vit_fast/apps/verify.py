@@ -33,7 +33,7 @@ def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | N
     interpreted = place.type == "cpu" and "triton" in resolved
     rows: list[dict[str, Any]] = []
     with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # all inputs are drawn on the CPU, so GPUs keep their generators' states
         for backend in resolved:
             # Triton's interpreter computes bf16 incorrectly; compiled kernels compute fp32 matmuls in TF32
             names = ("fp32", "fp16") if interpreted else ("fp16", "bf16") if backend == "triton" else tuple(_DTYPES)
@@ -67,7 +67,7 @@ def _rows(case: Case, backend: str, dtype_name: str) -> Iterator[dict[str, Any]]
 
 def _cases(device: torch.device, small: bool) -> Iterator[Case]:
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, device=device)
+        return torch.randn(*shape, dtype=torch.float64).to(device)
 
     tokens = (50,) if small else (50, 197, 257, 577)
     head_dims = (80,) if small else (32, 72, 80, 96, 128)
@@ -81,10 +81,10 @@ def _cases(device: torch.device, small: bool) -> Iterator[Case]:
         draw(width, hidden) / hidden**0.5, 0.1 * draw(width),
     ]  # fmt: skip
     yield f"layer_norm_mlp M{rows} C{width} F{hidden}", ops.layer_norm_mlp, [draw(rows, width), *parameters]
-    weights = create_model("vit_test", device=device).state_dict()
+    weights = create_model("vit_test").to(device).state_dict()
 
     def model(images: Tensor, *values: Tensor, backend: str) -> Tensor:
-        built = create_model("vit_test", backend=backend, device=device, dtype=images.dtype)
+        built = create_model("vit_test", backend=backend).to(device, images.dtype)
         built.load_state_dict(dict(zip(weights, values)))
         return built(images)
 

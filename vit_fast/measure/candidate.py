@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..accuracy import FORWARD_FACTOR, Measure, allowed_error, error_of, size_of
-from .clock import Call, memory_in_use, peak_memory_of_call, synchronize
+from .clock import Call, begin, memory_in_use, peak_memory_of_call, synchronize
 
 Engine = Literal["torch", "compile", "reduce-overhead", "max-autotune", "onnxruntime", "tensorrt", "openvino"]
 # Modes of `+compile:MODE`; "freezing" is Inductor's option (weights as constants).
@@ -279,6 +279,7 @@ def prepare(
     del first, last  # their memory must not be counted
     own_bytes = max(0, memory_in_use(device) - before)
     if verdict.reason is None:
+        begin(call, 1)
         call_bytes = peak_memory_of_call(lambda: call(1), device)
     times = build_s, first_call_s, call_s
     return Prepared(candidate, function, call, verdict, agreement, *times, own_bytes, call_bytes)

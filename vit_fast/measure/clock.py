@@ -101,8 +101,9 @@ open_queue = functools.cache(CudaQueue)  # calibrated once per process and devic
 class Protocol:
     """The length of a measurement.
 
-    A call is timed `repeats` times, or fewer after `seconds` (including untimed calls), but at least `least_repeats`
-    times. Before that, the call runs `warmup_repeats` times, or fewer after `warmup_seconds`.
+    A call is timed `repeats` times, or fewer after `seconds`, but at least `least_repeats` times. The seconds include
+    untimed calls, and on CUDA all host time. Before that, the call runs `warmup_repeats` times, or fewer after
+    `warmup_seconds`.
 
     On CUDA, `launch` "counted" includes the host's time to launch the call on an idle device, as in a latency-bound
     program. "hidden" flushes the L2 cache and queues the call behind a sleep, so that only device time counts.
@@ -153,7 +154,10 @@ class Samples(list[float]):
     def take(self, number: int) -> None:
         """Times one more call, in round `number`."""
         if self._queue is not None:
-            self.append(self._on_device(number))
+            with self._queue.current():
+                start = self._queue.now_ms()
+                self.append(self._on_device(number))
+                self.untimed_ms += max(self._queue.now_ms() - start - self[-1], 0.0)
             return
         untimed_ms = 0.0
         while untimed_ms < self._settle_ms:
@@ -162,6 +166,7 @@ class Samples(list[float]):
         self.append(self._on_host(number))
 
     def _on_host(self, number: int) -> float:
+        begin(self._call, number)
         start = time.perf_counter_ns()
         self._call(number)
         return (time.perf_counter_ns() - start) / 1e6
@@ -185,6 +190,7 @@ class Samples(list[float]):
     def _queued(self, number: int, sleep_ms: float = 0.0) -> tuple[float, float, bool]:
         """Returns device ms, host ms, and True if the device still slept when the call had been queued."""
         queue: Any = self._queue
+        begin(self._call, number)
         if self._hide:
             queue.flush()
         queue.synchronize()
@@ -226,6 +232,12 @@ def time_interleaved(
     return samples
 
 
+def begin(call: Call, number: int) -> None:
+    """Runs the part of a call that is not timed, e.g. the forward before a backward, if the call has one."""
+    if (untimed := getattr(call, "begin", None)) is not None:
+        untimed(number)
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         open_queue(device).synchronize()
@@ -236,7 +248,7 @@ def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int
     if device.type == "cuda":
         synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = memory_in_use(device)
+        before = torch.cuda.memory_allocated(device)
         call()
         synchronize(device)
         return int(torch.cuda.max_memory_allocated(device)) - before
@@ -249,9 +261,18 @@ def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Returns the bytes that torch has allocated on a GPU, or the resident memory of this process."""
+    """Returns the bytes in use on a GPU, or the resident memory of this process.
+
+    On a GPU, memory of all libraries and whole pools of CUDA graphs count, but not the free memory that torch caches.
+    """
     if device.type == "cuda":
-        return int(torch.cuda.memory_allocated(device))
+        free, total = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if torch.cuda.get_allocator_backend() == "native":  # cudaMallocAsync has no snapshots
+            index = torch.cuda.current_device() if device.index is None else device.index
+            pools = [s for s in torch.cuda.memory_snapshot() if s["device"] == index and any(s["segment_pool_id"])]
+            cached -= sum(segment["total_size"] - segment["allocated_size"] for segment in pools)
+        return int(total - free - cached)
     fields = Path("/proc/self/statm")
     return int(fields.read_text().split()[1]) * 4096 if fields.exists() else 0
 

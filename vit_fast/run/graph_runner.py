@@ -117,7 +117,9 @@ class GraphRunner:
         self._frozen = frozen_of(self.model)  # keeps them alive: the graphs read their memory
         self._watched, self._lock, self._stats = Watched(model), threading.Lock(), GraphStats()
         self._graphs: dict[tuple[int, Options, Options], tuple[dict[str, Tensor], Callable[[], Any]]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self.captured and self._device.type == "cuda" else None
+        self._memory: tuple[Any, Any] = None, None  # stream and memory pool of the captures
+        if self.captured and self._device.type == "cuda":
+            self._memory = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
         self._last_done: torch.cuda.Event | None = None
         if self.captured and example is not None:
             one = self._tower.read(example.new_zeros((1, *example.shape[1:])))
@@ -225,7 +227,7 @@ class GraphRunner:
         if run is None:
             run = partial(self._tower.run, buffers, dict(call.options))
             if self.captured:
-                run = capture(run, self._device, self._pool)
+                run = capture(run, *self._memory)
                 # weights may have been frozen again since the last capture
                 self._frozen += [each for each in frozen_of(self.model) if each not in self._frozen]
                 self._stats.graphs += 1

@@ -81,17 +81,20 @@ def _mark_batch_dynamic(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
             torch._dynamo.mark_dynamic(value, 0)
 
 
-def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> Callable[[], Any]:
-    """Captures a CUDA graph of `run`; returns a function that replays it. Each replay overwrites the outputs."""
-    with torch.cuda.device(device):
-        side = torch.cuda.Stream()
+def capture(run: Callable[[], Any], side: torch.cuda.Stream, pool: Any) -> Callable[[], Any]:
+    """Captures a CUDA graph of `run` on a stream; returns a function that replays it. Replays overwrite the outputs.
+
+    Graphs with the same pool share memory if they are captured on the same stream.
+    """
+    with torch.cuda.device(side.device):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):  # compiles and autotunes kernels, and allocates workspaces
                 run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # torch's own capture stream is on one device. Other threads may allocate memory during the capture.
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             output = run()
 
     def replay() -> Any:

@@ -1,0 +1,161 @@
+"""GPU code on a pretend machine: graphs, timing, memory and generators on the first and on another GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from bench_support import group_of, plan, rows_by_candidate
+from kernel_execution import INTERPRETED
+from pretend_gpu import Machine
+
+import vit_fast
+from vit_fast import ops
+from vit_fast.apps import verify
+from vit_fast.benchmarks import operators, preparation, runner
+from vit_fast.benchmarks.candidates import CANDIDATES
+from vit_fast.benchmarks.preparation import TrainingStep
+from vit_fast.measure import clock
+from vit_fast.measure.candidate import ORIGINAL
+from vit_fast.measure.trials import Trials
+from vit_fast.run.runtime import capture
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    monkeypatch.setattr(clock, "MIN_FLUSH_BYTES", 2**10)
+    for sizes in (runner.MATMUL_SIZE, runner.COPY_BYTES):
+        monkeypatch.setitem(sizes, "cuda", 2**8)
+    with Machine(2, L2_cache_size=2**16).installed() as machine:
+        yield machine
+
+
+def build(device: str, backend: str = "triton", **options: Any) -> Any:
+    return vit_fast.create_model("vit_test", backend=backend, depth=1, device=device, **options).eval()
+
+
+def test_graph_runners_on_two_gpus_follow_their_inputs(gpus: Machine) -> None:
+    """torch's own capture stream would be on the first GPU for both."""
+    for device in ("cuda:0", "cuda:1"):
+        model = build(device)
+        runner = vit_fast.GraphRunner(model, torch.zeros(1, 3, 32, 32, device=device), batch_sizes=(1, 2))
+        with torch.no_grad():
+            for batch in (1, 2, 3):
+                images = torch.randn(batch, 3, 32, 32, device=device)
+                torch.testing.assert_close(runner(images).cpu(), model(images).cpu(), rtol=1e-3, atol=1e-3)
+    assert all(capture.steps and not capture.outside for capture in gpus.captures) and len(gpus.captures) == 4
+    assert {capture.mode for capture in gpus.captures} == {"thread_local"}
+    assert len({(capture.at, capture.pool) for capture in gpus.captures}) == 2, "graphs of a runner share memory"
+    with pytest.raises(ValueError, match=r"on cuda:1 like the example, got .* on cuda:0"):
+        runner(torch.zeros(1, 3, 32, 32, device="cuda:0"))
+
+
+def test_another_thread_may_allocate_while_a_runner_captures(gpus: Machine) -> None:
+    def allocate() -> torch.Tensor:
+        return torch.ones(2**22, device="cuda")
+
+    model, threads = build("cuda:0", "eager"), ThreadPoolExecutor(1)
+    forward = model.blocks[0].forward
+    with threads:
+        model.blocks[0].forward = lambda x: (threads.submit(allocate).result(), forward(x))[1]
+        runner = vit_fast.GraphRunner(model, torch.zeros(1, 3, 32, 32, device="cuda:0"), batch_sizes=(1,))
+    assert runner.captured
+
+
+def test_optimize_times_the_gpu_of_the_example(gpus: Machine) -> None:
+    model, x = torch.nn.Linear(8, 8).to("cuda:1").eval(), torch.randn(4, 8, device="cuda:1")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        gpus.work(1, 5.0, "long")
+        return x * 1
+
+    model.forward = forward
+    with torch.no_grad():
+        trials = Trials(model, x)
+        trials.prepare(ORIGINAL, 60)
+        assert trials.call_ms(ORIGINAL, 0) == pytest.approx(5, abs=0.1)
+
+
+def test_the_seconds_of_a_measurement_include_the_host(gpus: Machine) -> None:
+    def call(number: int) -> None:
+        gpus.work(0, 0.005, "short")
+
+    start, protocol = gpus.host_ms, clock.Protocol(10**9, 0.02, least_repeats=3, warmup_repeats=0, launch="hidden")
+    found = clock.time_interleaved({"a": call}, "cuda", protocol)["a"]
+    assert 10 < len(found) < 1000 and gpus.host_ms - start < 40 and found.ms == pytest.approx(0.005)
+
+
+def test_backward_alone_times_no_forward(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if every call gets another batch, and keeps no graph alive."""
+    group = dataclasses.replace(group_of("mlp:5x16x32", "fp32", True), device=torch.device("cuda"))
+    batches = [torch.randn(5, *group.model.shape, device="cuda") for _ in range(8)]
+    eager, steps = ops.layer_norm_mlp, list[Any]()
+
+    def slow(*args: Any, **options: Any) -> torch.Tensor:
+        gpus.work(0, 50.0, "forward")
+        return eager(*args, **options)
+
+    monkeypatch.setitem(operators.FUNCTIONS["mlp"], "eager", partial(slow, backend="eager"))
+    monkeypatch.setattr(TrainingStep, "__init__", watch_init(steps, TrainingStep.__init__))
+    _, call, _ = preparation._callers(CANDIDATES["eager"], group, batches)
+    found = clock.time_interleaved({"a": call}, "cuda", clock.Protocol(8, 9.0, 8, 1, launch="hidden"))["a"]
+    assert len(found) == 8 and max(found) < 1 and gpus.counts["forward"] > 8
+    assert not steps[0]._forwards
+
+
+def watch_init(made: list[Any], init: Any) -> Any:
+    return lambda self, *args: (made.append(self), init(self, *args))[1]
+
+
+def test_memory_in_use_includes_graph_pools_and_other_libraries(gpus: Machine) -> None:
+    mib, device = 2**20, torch.device("cuda:0")
+    x, start = torch.zeros(mib, dtype=torch.uint8, device=device), clock.memory_in_use(device)
+    big = torch.zeros(8 * mib, dtype=torch.uint8, device=device)
+    del big  # cached by torch
+    assert clock.memory_in_use(device) == start == mib
+    with torch.no_grad():
+        replay = capture(lambda: (x + 1) + 1, torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
+    gpus.foreign[0] = 64 * mib  # the arena of another library
+    assert clock.memory_in_use(device) == start + 2 * mib + 64 * mib and replay() is not None
+    assert clock.peak_memory_of_call(lambda: torch.zeros(4 * mib, dtype=torch.uint8, device=device), device) == 4 * mib
+
+
+def test_verify_leaves_all_generators_unchanged(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = verify._cases
+    monkeypatch.setattr(verify, "_cases", lambda device, small: cases(device, True))
+    for device in ("cuda:1", "cpu"):
+        before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, range(2))]
+        assert all(row["passed"] for row in verify.verify(["sdpa"], device)["rows"])
+        assert all(map(torch.equal, before, [torch.get_rng_state(), *map(torch.cuda.get_rng_state, range(2))]))
+
+
+def test_lowered_clocks_are_counted_between_two_readings(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([(1_000_000, 0), (1_000_000, 500_000)])
+
+    def text(*_: object) -> str:
+        thermal, brake = next(readings)
+        return (
+            "    Clocks Event Reasons\n        SW Thermal Slowdown : Not Active\n    Clocks Event Reasons Counters\n"
+            f"        SW Power Capping : 91403239 us\n        SW Thermal Slowdown   : {thermal} us\n"
+            f"        HW Power Braking : {brake} us\n"
+        )
+
+    monkeypatch.setattr(runner, "nvidia_smi", text)
+    monkeypatch.setattr(runner.time, "perf_counter", iter([50.0, 60.0]).__next__)
+    monkeypatch.setattr(runner, "_busy_seconds", lambda: (0.0, 0))
+    found = runner.Conditions(torch.device("cuda")).summary()
+    assert found["busy"] == ["heat or power delivery lowered the GPU's clocks for 5% of the time"]
+
+
+def test_compiled_training_compiles_one_graph(gpus: Machine) -> None:
+    rows = rows_by_candidate(
+        runner.run(plan("eager+compile", dtypes=["fp32"], train=True, device="cuda", batch_sizes=(1,)))
+    )
+    assert rows["eager+compile"]["status"] == "measured" and len(gpus.compiled) == 1
