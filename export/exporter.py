@@ -23,7 +23,7 @@ from vit_fast.version import __version__, installed
 
 from . import graphs
 from .deployment import trtexec_line
-from .options import ATTENTION_OPSET, BF16_OPSET, DEFAULT_OPSET, ExportOptions, Precision, Target
+from .options import ATTENTION_OPSET, ExportOptions, Precision, Target, default_opset
 from .preprocessing import prepend, preprocessing_model
 from .quantize import quantize
 from .report import ExportReport
@@ -42,7 +42,7 @@ def export_onnx(
     output: Output = "logits", external_data: bool | None = None, calibration: Iterable[str | Path] | None = None,
     images: Iterable[str | Path] | None = None, validation: str | Path | None = None,
     data_config: DataConfig | Mapping[str, Any] | None = None, class_names: Sequence[str] | None = None,
-    source: str | None = None, verify: bool = True,
+    source: str | None = None, verify: bool = True, ir_version: int | None = None,
 ) -> ExportReport:  # fmt: skip
     """Exports a Vision Transformer to an ONNX file, and verifies that its outputs match the model.
 
@@ -70,6 +70,8 @@ def export_onnx(
         class_names: Names of the classes; None means the model's.
         source: Origin of the weights, for the metadata.
         verify: Compare the file with the eager model; a file that fails is removed.
+        ir_version: Version of the file format, for older runtimes. With opset None, an older opset is used if the
+            version requires it. None means torch's default.
     Returns:
         The file's properties, and the difference of its outputs from the model's.
     Raises:
@@ -85,9 +87,9 @@ def export_onnx(
     if path.suffix != ".onnx":
         raise ValueError(f"path must end in .onnx, got {str(path)!r}")
     if opset is None:
-        opset = BF16_OPSET if precision == "bf16" else DEFAULT_OPSET
+        opset = default_opset(precision, ir_version)
     options = ExportOptions(
-        opset=opset, dynamic_batch=dynamic_batch, dynamic_size=dynamic_size,
+        opset=opset, ir_version=ir_version, dynamic_batch=dynamic_batch, dynamic_size=dynamic_size,
         precision=precision, preprocess=preprocess, target=target, output=output, external_data=external_data,
     )  # fmt: skip
     if runs_in_fp8(model):
@@ -117,6 +119,7 @@ def export_onnx(
         graph.producer_name, graph.producer_version = "vit-fast", __version__
         graph.graph.name = vit.name.replace("/", "_")
         report.nodes = dict(graphs.count_nodes(graph).most_common())
+        graph.ir_version = report.ir_version = options.ir_version or graph.ir_version
         report.external_data = graphs.save(graph, aside, options.external_data)
         del graph
         if verify:

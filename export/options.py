@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import onnx
+
 from vit_fast.errors import UnsupportedInputError, check_choice, check_integer, check_type
 from vit_fast.libraries.interface.image_model import Output
 
@@ -27,6 +29,7 @@ class ExportOptions:
     """Arguments of export_onnx that describe the file. Raises UnsupportedInputError with all conflicts."""
 
     opset: int = DEFAULT_OPSET
+    ir_version: int | None = None
     dynamic_batch: bool = True
     dynamic_size: bool = False
     precision: Precision = "fp32"
@@ -42,6 +45,11 @@ class ExportOptions:
             check_type(name, getattr(self, name), bool)
         check_type("external_data", self.external_data, bool, type(None))
         check_integer("opset", self.opset, MIN_OPSET, newest_opset())
+        least_ir = 0
+        if self.ir_version is not None:
+            check_integer("ir_version", self.ir_version, 1, onnx.IR_VERSION)
+            least_ir = least_ir_version(self.opset)
+        old_ir = f"ir_version must be at least {least_ir} for opset {self.opset}, got {self.ir_version}"
         tensorrt, bf16, fp8 = self.target == "tensorrt", self.precision == "bf16", self.precision == "fp8"
         no_half_scales = self.is_eight_bit and self.dtype == "fp16" and self.opset < HALF_SCALES_OPSET
         no_resize = "preprocess must be False for TensorRT (no antialiased Resize): use target='ort-cuda'"
@@ -54,6 +62,7 @@ class ExportOptions:
             (fp8 and self.targets_ort, f"target must be one of generic, tensorrt for fp8, got {self.target}"),
             (no_half_scales, f"opset must be at least {HALF_SCALES_OPSET} for quantization scales in fp16"),
             (self.dynamic_size and self.preprocess, one_size),
+            ((self.ir_version or 0) < least_ir, old_ir),
         ]
         if reasons := [reason for applies, reason in conflicts if applies]:
             what = f"export with opset {self.opset}, precision {self.precision!r}, target {self.target!r}"
@@ -92,6 +101,18 @@ class ExportOptions:
     def budget(self) -> str:
         """The largest allowed error, in words."""
         return EIGHT_BIT_BUDGET if self.is_eight_bit else f"max error <= {BUDGETS[self.precision]:g}"
+
+
+def default_opset(precision: str, ir_version: int | None) -> int:
+    """Returns 20, or 22 for bf16; for files with an older IR version, an older opset."""
+    newest, oldest = (BF16_OPSET, BF16_OPSET) if precision == "bf16" else (DEFAULT_OPSET, MIN_OPSET)
+    limit = ir_version if isinstance(ir_version, int) else onnx.IR_VERSION  # ExportOptions rejects other types
+    return next((opset for opset in range(newest, oldest, -1) if least_ir_version(opset) <= limit), oldest)
+
+
+def least_ir_version(opset: int) -> int:
+    """Returns the IR version of the first ONNX release with this opset."""
+    return onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
 
 
 def newest_opset() -> int:

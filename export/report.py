@@ -110,6 +110,7 @@ class ExportReport:
     target: str
     precision: str  # of weights and matmuls; input and output are always fp32 (or uint8 pixels)
     output: str  # "logits", "probabilities" or "features"
+    ir_version: int = 0  # of the file format
     bytes: int = 0  # size of the file and of the weights beside it
     external_data: str | None = None  # name of the file with the weights; None if they are inside
     nodes: dict[str, int] = field(default_factory=dict)  # number of nodes per operator
@@ -154,6 +155,7 @@ class ExportReport:
         beside = f", weights in {self.external_data}" if self.external_data else ""
         rows = [
             ("opset, target, precision", f"{self.opset}, {self.target}, {self.precision}"),
+            ("IR version", str(self.ir_version)),
             ("output", self.output),
             ("size", f"{self.bytes / 1e6:.1f} MB{beside}"),
             (f"{sum(self.nodes.values())} nodes", self.nodes),

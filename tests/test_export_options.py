@@ -150,6 +150,27 @@ def test_report_and_metadata(tmp_path: Path) -> None:
     assert b"/site-packages/" not in (tmp_path / "m.onnx").read_bytes(), "no path of this machine"
 
 
+@pytest.mark.fast_cases("given0-18-8")
+@pytest.mark.parametrize(
+    ("given", "opset", "ir_version"),
+    [
+        ({"ir_version": 8, "precision": "int8", "target": "ort-cpu"}, 18, 8),
+        ({"opset": 19, "ir_version": 9, "precision": "int8", "target": "ort-cpu", "external_data": True}, 19, 9),
+        ({"ir_version": 9, "preprocess": True}, 20, 9),
+    ],
+)
+def test_ir_version(given: dict[str, Any], opset: int, ir_version: int, tmp_path: Path) -> None:
+    """The final file has the version, after quantization and with the metadata; also int8 with old opsets."""
+    is_int8 = given.get("precision") == "int8"  # random weights: not accurate in int8 on every CPU
+    given["calibration"] = [sample_image()] if is_int8 else None
+    report = export_onnx(make("vit"), tmp_path / "m.onnx", verify=not is_int8, **given)
+    assert report.verified != is_int8 and (report.opset, report.ir_version) == (opset, ir_version)
+    assert OnnxRunner(tmp_path / "m.onnx", "cpu").providers
+    proto, info = onnx.load(tmp_path / "m.onnx", load_external_data=False), inspect_onnx(tmp_path / "m.onnx")
+    assert proto.ir_version == info.ir_version == info.facts()["IR version"] == ir_version
+    assert {entry.version for entry in proto.opset_import if not entry.domain} == {opset}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bf16 files are verified on CUDA")
 def test_bf16_needs_cuda_to_be_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = export_onnx(make("vit"), tmp_path / "m.onnx", precision="bf16", target="ort-cuda", verify=False)

@@ -114,6 +114,7 @@ class OnnxInfo:
     inputs: list[dict[str, Any]]  # name, dtype and shape of each
     outputs: list[dict[str, Any]]
     nodes: dict[str, int]  # number of nodes per operator, the most frequent first
+    ir_version: int = 0  # of the file format
     data_config: DataConfig | None = None  # preprocessing; None if unknown
     preprocess: bool = False  # the file contains the preprocessing and takes uint8 pixels
     class_names: tuple[str, ...] | None = None  # None if unknown
@@ -127,7 +128,7 @@ class OnnxInfo:
     def facts(self) -> dict[str, Any]:
         """Returns the facts about the file that a table shows, by name."""
         opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in self.opsets.items())
-        facts: dict[str, Any] = {"producer": self.producer, "opsets": opsets}
+        facts: dict[str, Any] = {"producer": self.producer, "opsets": opsets, "IR version": self.ir_version}
         facts |= {f"input {i['name']}": f"{i['dtype']} {i['shape']}" for i in self.inputs}
         facts |= {f"output {o['name']}": f"{o['dtype']} {o['shape']}" for o in self.outputs}
         facts |= {"output meaning": self.output, "data_config": self.data_config and self.data_config.to_dict()}
@@ -174,6 +175,7 @@ def inspect_onnx(path: str | Path) -> OnnxInfo:
         inputs=[_describe_value(v) for v in proto.graph.input if v.name not in initializers],
         outputs=[_describe_value(v) for v in proto.graph.output],
         nodes=dict(Counter(node.op_type for node in proto.graph.node).most_common()),
+        ir_version=proto.ir_version,
         fp8=any(tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN for tensor in proto.graph.initializer),
     )
     properties = {entry.key: entry.value for entry in proto.metadata_props}

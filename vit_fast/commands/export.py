@@ -43,6 +43,10 @@ def export(
     ] = None,
     classes: ClassNames = None,
     img_size: Side = None,
+    ir_version: Annotated[
+        int | None,
+        option("Version of the ONNX format, for older runtimes. The opset is 20 or the newest that it allows."),
+    ] = None,
     verify: Annotated[bool, option("Compare the file's output with the model's.", "--verify/--no-verify")] = True,
     triton_repository: Annotated[
         Path | None, option("Also add the file to this model repository of NVIDIA Triton Inference Server.")
@@ -75,7 +79,12 @@ def export(
         has_weights = weights is not None or "/" in model  # a Hub id or a path has weights
         overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
         # checked by export_onnx
-        options: dict[str, Any] = {"precision": precision, "target": target, "output": returns}
+        options: dict[str, Any] = {
+            "precision": precision,
+            "target": target,
+            "output": returns,
+            "ir_version": ir_version,
+        }
         result = export_onnx(
             create_model(model, weights=weights, backend="sdpa", **overrides), out, dynamic_size=dynamic_size,
             preprocess=preprocess, calibration=calibrate or None, validation=validation,
