@@ -22,18 +22,19 @@ from vit_fast.ops.attention import as_batch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from vit_fast.kernels.attention.attention import attention_forward
+from vit_fast.kernels.attention.attention import attention_forward, problem_of
 
 BACKENDS = ("eager", "sdpa", "triton")
 # Compiled kernels run in fp16. They round the probabilities, which are at most 1, at other points than torch.
 CLOSE: dict[str, float] = {} if INTERPRETED else {"rtol": 2**-10, "atol": 2**-9}
 
 
-def check_packed(lengths: list[int], qkv: Tensor, scale: float) -> None:
+def check_packed(lengths: list[int], qkv: Tensor, scale: float, longest: int | None = None) -> None:
     """Compares each sequence with the reference; results after the last sequence must be 0."""
     q, k, v = (as_batch(part) for part in qkv.unbind(1))
     do = torch.randn_like(q)
-    found = run_attention(q, k, v, do, scale, sequences=sequences_of(lengths), longest=max(lengths, default=0))
+    longest = max(lengths, default=0) if longest is None else longest
+    found = run_attention(q, k, v, do, scale, sequences=sequences_of(lengths), longest=longest)
     found.pop("lse")
     bounds = [0, *itertools.accumulate(lengths)]
     for start, end in itertools.pairwise(bounds):
@@ -95,6 +96,14 @@ def test_drawn_masks(
                 gradient.zero_()
         outputs = {"o": o, "dq": dq, "dk": dk[:, :, kept], "dv": dv[:, :, kept]}
         check_outputs(outputs, *own, head_dim**-0.5)
+
+
+def test_an_unknown_longest_sequence_selects_tiles_by_the_mean() -> None:
+    lengths, qkv = [5, 17], torch.randn(22, 3, 1, 64, device=DEVICE, dtype=torch.float16)
+    check_packed(lengths, qkv, 0.1, longest=0)
+    q, k, _ = (as_batch(part) for part in qkv.unbind(1))
+    unknown, known = (problem_of(q, k, sequences=sequences_of(lengths), longest=longest) for longest in (0, 17))
+    assert unknown == known and unknown.n_q == unknown.n_kv == 11
 
 
 def test_expanded_and_strided_masks() -> None:

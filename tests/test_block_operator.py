@@ -131,6 +131,12 @@ def test_unsupported_calls_are_refused() -> None:
         (case, {"keys": packed}, r"x must have shape \[1, total, C\].*got \(2, 7, 48\)"),
         (case.but(x=shorter), {"rope": rope}, r"rope\.cos must have shape .*, got \(7, 8\)"),
         (case, {"rope": rope._replace(cos=rope.cos.clone().requires_grad_())}, "rope.cos must not require a gradient"),
+        (case.half(1), {"next_factor": case.x[0, 0]}, "next_factor must be None .*, got a tensor with no MLP half"),
+        (
+            make_block(torch.bfloat16, inner_norm="layer_norm"),
+            {"next_factor": case.x[0, 0]},
+            "next_factor must be None .*, got a tensor with inner_norm",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             given.fused(**options)

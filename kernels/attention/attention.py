@@ -24,11 +24,11 @@ def problem_of(
 ) -> Problem:  # fmt: skip
     """Returns the input of the launch policy for a call with these tensors.
 
-    For packed inputs, n_q and n_kv are the mean sequence length, limited to `longest`.
+    For packed inputs, n_q and n_kv are the mean sequence length, limited to `longest` (0: unknown).
     """
     (batch, heads, n_q, head_dim), n_kv, form = q.shape, k.shape[2], "fixed" if key_mask is None else "masked"
     if sequences is not None:
-        n_q = n_kv = min(longest, ceil_div(n_q, max(sequences.shape[0] - 1, 1)))
+        n_q = n_kv = min(longest or n_q, ceil_div(n_q, max(sequences.shape[0] - 1, 1)))
         form = "packed"
     gpu, access = gpu_of(q.device), access_of(q, k, *others)
     kind = matmul_kind(q.dtype)

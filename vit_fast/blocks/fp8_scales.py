@@ -71,7 +71,7 @@ class Fp8Scales(nn.Module):
     @torch.no_grad()
     def keep(self, names: Collection[str]) -> None:
         """Selects the LINEARS that stay in half precision."""
-        self.kept.copy_(torch.tensor([name in names for name in LINEARS]))
+        self.kept.copy_(torch.tensor([name in names for name in LINEARS], device="cpu"))
 
     def names_kept(self) -> list[str]:
         """Returns the LINEARS that stay in half precision; none for meta tensors, which have no values."""

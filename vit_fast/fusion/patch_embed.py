@@ -47,14 +47,12 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
         shift = [(CENTER / 255.0 - mean) / std for mean, std in zip(self.vit_fast_mean, self.vit_fast_std)]
         channels = self.weight.float().split(1, dim=1)  # factors as Python numbers need no copy to the device
         weight = torch.cat([channel * factor for channel, factor in zip(channels, scale)], dim=1)
-        bias = sum(channel.sum(dim=(1, 2, 3)) * offset for channel, offset in zip(channels, shift))
+        bias: Any = sum(channel.sum(dim=(1, 2, 3)) * offset for channel, offset in zip(channels, shift))
         if self.bias is not None:
             bias = bias + self.bias.float()
         dtype = self.weight.dtype
         centered = ((input.to(dtype) - CENTER) / POWER).to(dtype)
-        return F.conv2d(
-            centered, weight.to(dtype), torch.as_tensor(bias).to(dtype), self.stride, self.padding, self.dilation
-        )
+        return F.conv2d(centered, weight.to(dtype), bias.to(dtype), self.stride, self.padding, self.dilation)
 
 
 def check_normalize(normalize: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:

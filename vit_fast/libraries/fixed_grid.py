@@ -54,7 +54,8 @@ class FixedGrid(nn.Module):
         self.tokens = rows * columns
         layout: dict[str, Tensor] = {}
         if self.is_qwen:
-            layout = grid_layout(tower, torch.tensor([[1, rows, columns]]))
+            with torch.device("cpu"):  # a user may have set another default device
+                layout = grid_layout(tower, torch.tensor([[1, rows, columns]]))
         elif hasattr(tower, "config"):
             layout = {"resizing": resizing_weights(self.tower.embeddings, rows, columns)}
         for name, tensor in layout.items():

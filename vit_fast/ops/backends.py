@@ -179,8 +179,8 @@ def probe_reasons(device: torch.device) -> tuple[str, ...]:
 def _run_and_compare(device: torch.device) -> tuple[str, ...]:
     from ..kernels.attention.attention import attention_forward
 
-    generator = torch.Generator().manual_seed(0)  # leaves the user's random state unchanged
-    q, k, v = (torch.randn(_PROBE_SHAPE, generator=generator).half() for _ in range(3))
+    generator = torch.Generator("cpu").manual_seed(0)  # leaves the user's random state unchanged
+    q, k, v = (torch.randn(_PROBE_SHAPE, generator=generator, device="cpu").half() for _ in range(3))
     out = torch.full(_PROBE_SHAPE, float("nan"), dtype=torch.float16, device=device)
     lse = torch.empty(_PROBE_SHAPE[:3], dtype=torch.float32, device=device)
     attention_forward(q.to(device), k.to(device), v.to(device), out, lse, _PROBE_SHAPE[3] ** -0.5)

@@ -71,7 +71,8 @@ def fused_block(
         The output, with x's shape and the dtype from `_output_dtype`; its LayerNorm statistics or None; and the output
         times next_factor in e4m3 or None. The statistics require next_statistics, residual and half-precision x.
     Raises:
-        ValueError: qk_norm, rope or keys is invalid. UnsupportedInputError: the kernels cannot run this input.
+        ValueError: qk_norm, rope, keys or next_factor is invalid. UnsupportedInputError: the kernels cannot run this
+            input.
     """
     dtype = matmul_dtype(x)
     if x.dtype not in (torch.float32, dtype):  # do not cast fp32 x: under autocast, the residual stream is fp32
@@ -94,6 +95,9 @@ def fused_block(
                 raise ValueError(f"x must have shape [1, total, C] with packed sequences, got {tuple(x.shape)}")
             of_qk = of_qk._replace(cu_seqlens=keys.cu_seqlens, key_mask=keys.mask)
             max_seqlen = keys.max_seqlen
+    if next_factor is not None and (inner_norm is not None or tensors.fc1_weight is None):
+        got = "inner_norm" if inner_norm is not None else "no MLP half"
+        raise ValueError(f"next_factor must be None with inner_norm or without the MLP half, got a tensor with {got}")
     device = x.device
     flat: list[Tensor] = []
     present: list[int] = []

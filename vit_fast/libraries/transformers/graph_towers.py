@@ -33,7 +33,7 @@ class GridTower(PackedTower):
         options, reasons = self.options_of(kwargs)
         grids = grid_thw.tolist()
         lengths = [frames * height * width for frames, height, width in grids]
-        inputs = hidden_states.split(lengths), torch.tensor(grids)
+        inputs = hidden_states.split(lengths), torch.tensor(grids, device="cpu")
         return Call(lengths, [grid[0] for grid in grids], inputs, options, reasons)
 
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
@@ -89,9 +89,9 @@ class PixtralTower(PackedTower):
         """Reads images [B, C, H, W], and (height, width) of each in pixels, or None if none is padded."""
         options, reasons = self.options_of(kwargs)
         size = pixel_values.shape[-2:]
-        sizes = [size] * len(pixel_values) if image_sizes is None else torch.as_tensor(image_sizes).tolist()
+        given = torch.as_tensor([size] * len(pixel_values) if image_sizes is None else image_sizes, device="cpu")
         patch = self.tower.patch_size
-        grids = [(int(height) // patch, int(width) // patch) for height, width in sizes]
+        grids = [(int(height) // patch, int(width) // patch) for height, width in given.tolist()]
         both = zip(pixel_values, grids, strict=True)
         cropped = [image[:, : patch * rows, : patch * columns] for image, (rows, columns) in both]
         return Call([rows * columns for rows, columns in grids], [1] * len(grids), (cropped, grids), options, reasons)
