@@ -108,6 +108,18 @@ def test_padding_does_not_change_outputs(name: str) -> None:
     assert_equal(family.real(runner(**inputs), MIXED[:2]), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "pixtral", "siglip2", "naflexvit", "internvl"])
+def test_metadata_is_computed_on_the_host_with_another_default_device(name: str) -> None:
+    """The device "meta" stands for a GPU: without values, any metadata on it fails."""
+    family, tower, _ = build(name)
+    runner = vit_fast.GraphRunner(tower, budgets=BUDGETS)
+    inputs = family.call(MIXED)
+    expected = runner(**inputs)
+    with torch.device("meta"):
+        found = runner(**inputs)
+    assert_equal(family.real(found, MIXED), family.real(expected, MIXED), rtol=0, atol=0)
+
+
 def test_changes_after_the_capture_are_errors() -> None:
     ran: list[Any] = []
 

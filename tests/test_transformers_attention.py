@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 import transformers
 from fused_models import SUBJECTS
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 import vit_fast
 
@@ -74,3 +79,115 @@ def test_padding_masks_have_stride_zero_and_others_equal_those_of_sdpa() -> None
             masks.append(make(config=config, inputs_embeds=torch.randn(2, 5, 32), attention_mask=present, **options))
         assert torch.equal(*masks)
         assert (masks[1].stride(2) == 0) == (make is create_bidirectional_mask)
+
+
+# --- attention functions of a user ---------------------------------------------------------------------------------
+
+
+def hot(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+    """Computes attention with three times the scale."""
+    scale = 3 * options["scaling"]
+    return nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale).transpose(1, 2), None
+
+
+@pytest.fixture
+def interface(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[AttentionInterface]]:
+    """Returns the registry of attention functions, and restores it after the test."""
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", dict(AttentionInterface._global_mapping))
+    yield AttentionInterface
+
+
+@pytest.mark.parametrize("name", ["hot", "sdpa", "flash_attention_2", "user/kernels", "eager"])
+def test_a_function_registered_before_fuse_runs(name: str, interface: type[AttentionInterface]) -> None:
+    """Under a new name, a name of transformers, or a name of the Hub."""
+    subject = SUBJECTS["transformers-vit"]
+    model, inputs = subject.build().eval(), subject.inputs()
+    model.config._attn_implementation = name
+    if name != "eager" or transformers.__version__ >= "5":  # transformers 4 never replaces its own function
+        interface.register(name, hot)
+    expected = subject.run(model, inputs)
+    report = vit_fast.fuse(model, "sdpa")
+    torch.testing.assert_close(subject.run(model, inputs), expected)
+    assert {row.part for row in report.skipped} == {"attention"} and f"{name!r}" in str(report)
+    with pytest.raises(vit_fast.UnsupportedInputError, match=f"attn_implementation='{name}'"):
+        report.require_all()
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_function_selected_after_fuse_runs(compiled: bool, frozen: bool, interface: type[AttentionInterface]) -> None:
+    subject = SUBJECTS["transformers-vit"]
+    model, inputs = subject.build().eval(), subject.inputs()
+    twin: Any = copy.deepcopy(model)
+    vit_fast.fuse(model, "sdpa").require_all()
+    if frozen:
+        vit_fast.freeze(model)
+    run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    interface.register("hot", hot)
+    plain = interface._global_mapping["sdpa"]
+    with torch.no_grad():
+        before = subject.run(run, inputs)
+        for change in (
+            lambda: [setattr(each.config, "_attn_implementation", "hot") for each in (model, twin)],
+            lambda: [setattr(each.config, "_attn_implementation", "sdpa") for each in (model, twin)],
+            lambda: interface.register("sdpa", hot),
+        ):
+            change()
+            torch.testing.assert_close(subject.run(run, inputs), subject.run(twin, inputs), rtol=1e-4, atol=1e-4)
+        interface.register("sdpa", plain)
+        assert torch.equal(subject.run(run, inputs), before)
+    causal = next(module for module in model.modules() if hasattr(module, "is_causal"))
+    causal.is_causal = True
+    assert any(row.reasons == ("is_causal must be False, got True",) for row in vit_fast.fuse(model, "sdpa").skipped)
+
+
+def test_each_tower_has_its_own_attention_function(interface: type[AttentionInterface]) -> None:
+    interface.register("hot", hot)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    config = transformers.SiglipConfig(
+        text_config=sizes | {"vocab_size": 50}, vision_config=sizes | {"image_size": 32, "patch_size": 16}
+    )
+    config.vision_config._attn_implementation = "hot"
+    report = vit_fast.fuse(transformers.SiglipModel(config), "sdpa")
+    assert {row.name.partition(".")[0] for row in report.skipped} == {"vision_model"}
+    assert {row.reasons for row in report.skipped} == {
+        ("attn_implementation='hot' selects hot, which may not compute plain attention",)
+    }
+
+
+def test_a_mask_function_of_a_user_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", minversion="5.6")
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    subject = SUBJECTS["transformers-siglip2"]
+    model, inputs = subject.build().eval(), subject.inputs()
+    inputs["pixel_attention_mask"][1, 2:] = 0
+
+    def first_key(*args: Any, **options: Any) -> Any:
+        mask = sdpa_mask(*args, **options | {"allow_is_bidirectional_skip": False})
+        return mask & (torch.arange(mask.shape[-1]) == 0)
+
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", first_key)
+    expected = subject.run(model, inputs)
+    vit_fast.fuse(model, "sdpa")
+    torch.testing.assert_close(subject.run(model, inputs), expected)
+
+
+def test_towers_and_exports_respect_the_function(interface: type[AttentionInterface], tmp_path: Any) -> None:
+    from vit_fast.libraries.known import packed_tower
+
+    subject = SUBJECTS["transformers-vit"]
+    model, inputs = subject.build().eval(), subject.inputs()
+    model.config._attn_implementation = "hot"
+    settings = []
+    for function in (hot, interface._global_mapping["sdpa"]):
+        interface.register("hot", function)
+        settings.append(packed_tower(model).settings())  # type: ignore[union-attr]  # not None
+    assert settings[0] != settings[1], "a graph of the other function is not replayed"
+    interface.register("hot", hot)
+    expected = subject.run(model, inputs)
+    path = tmp_path / "hot.onnx"
+    vit_fast.export.export_onnx(model, path)
+    found = vit_fast.export.OnnxRunner(path)(inputs["pixel_values"].numpy())
+    torch.testing.assert_close(torch.as_tensor(found), expected, rtol=1e-3, atol=1e-3)

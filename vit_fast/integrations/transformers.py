@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ..errors import UnsupportedInputError, check_type, raise_unsupported
 from ..libraries.known import packed_tower
+from ..libraries.transformers.attention_functions import plain_functions
 from ..libraries.transformers.self_attention import changes_attention, is_set
 from ..ops import attention
 from ..ops.descriptions import key_mask_of
@@ -75,6 +76,7 @@ def padding_mask(
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
+plain_functions().append(attention_forward)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask if bidirectional_mask_function is None else padding_mask)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import itertools
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,8 @@ class PackedTower(abc.ABC):
 
     def fill(self, buffers: dict[str, Tensor], budget: int, sequences: int, call: Call, images: Sequence[int]) -> None:
         """Writes images into the buffers without waiting for the device; the first call allocates the buffers."""
-        metadata = self.metadata(call, images, budget, sequences)
+        with torch.device("cpu"):  # a user may have set another default device
+            metadata = self.metadata(call, images, budget, sequences)
         if not buffers:
             rows = min(budget // self.tokens_per_image, sequences) if self.tokens_per_image else budget
             for name, shape in self.shapes.items():
@@ -118,15 +120,19 @@ class PackedTower(abc.ABC):
         given = {name: value for name, value in kwargs.items() if value is not None}
         options = ((name, given[name]) for name in OUTPUT_OPTIONS if name in given)
         reasons = [f"{name} must not be given" for name in given if name not in (*OUTPUT_OPTIONS, *IGNORED_OPTIONS)]
-        if self.needs_fused and (kwargs.get("output_attentions") or self.tower.config._attn_implementation == "eager"):
-            # both settings run the library's own attention, which does not get the lengths of the images
-            reasons.append("output_attentions must not be set, and attn_implementation must not be 'eager'")
+        if self.needs_fused:  # the library's own attention does not get the lengths of the images
+            layers = (each for each in self.tower.modules() if hasattr(type(each), "function_reasons"))
+            reasons += [reason for layer in itertools.islice(layers, 1) for reason in layer.function_reasons(layer)]
+            reasons += ["output_attentions must not be set"] if kwargs.get("output_attentions") else []
         return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in options), reasons
 
     def settings(self) -> Options:
         """Returns the settings in the tower's config that change its outputs; arguments of a call take precedence."""
         config = getattr(self.tower, "config", None)
-        return tuple((name, repr(getattr(config, name, None))) for name in (*OUTPUT_OPTIONS, "_attn_implementation"))
+        names = (*OUTPUT_OPTIONS, "_attn_implementation")
+        registry = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
+        function = registry.get(getattr(config, "_attn_implementation", None))
+        return *((name, repr(getattr(config, name, None))) for name in names), ("attention function", id(function))
 
 
 class ImageTower(PackedTower):
@@ -169,7 +175,7 @@ class PaddedTower(PackedTower):
     def join(self, call: Call, parts: Iterable[Part]) -> Any:
         packed = super().join(call, parts)
         batch, width = len(call.lengths), self.prefix + call.inputs[0].shape[1]
-        real = torch.arange(width) < torch.tensor(call.lengths)[:, None]
+        real = torch.arange(width, device="cpu") < torch.tensor(call.lengths, device="cpu")[:, None]
         places = real.flatten().nonzero()[:, 0]
         if self.like.is_cuda:
             places = places.pin_memory().to(self.like.device, non_blocking=True)
@@ -189,7 +195,7 @@ def read_grids(grids: Tensor, mask: Tensor) -> tuple[Tensor, list[int], bool]:
     """Copies grids [B, 2] to the host; returns them, their patch counts, and True if `mask` [B, N] matches them."""
     grids, mask = grids.cpu(), mask.cpu()
     patches = grids.prod(1)
-    fits = torch.equal(mask.bool(), torch.arange(mask.shape[1]) < patches[:, None])
+    fits = torch.equal(mask.bool(), torch.arange(mask.shape[1], device="cpu") < patches[:, None])
     return grids, patches.tolist(), fits and bool((patches <= mask.shape[1]).all())
 
 

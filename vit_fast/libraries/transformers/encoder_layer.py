@@ -52,6 +52,7 @@ class FusedLayer(FusedNormMlp):
     """An encoder layer of transformers. Its first half is fused if its attention layer has four projections."""
 
     reader = TransformersReader
+    in_sequence = False
     vit_fast_returns_tuple: bool
     vit_fast_adds_bias: bool
     vit_fast_arguments: tuple[str, ...]

@@ -101,11 +101,17 @@ class FusedPaddedTower(FusedTower):
         fits = isinstance(pixel_attention_mask, Tensor) and pixel_attention_mask.shape == pixel_values.shape[:2]
         # before 5.6 the head is in an inner tower, which does not support four-dimensional masks
         supported = hasattr(self, "use_head") and (not self.use_head or isinstance(self.head, FusedPoolingHead))
-        supported = supported and self.config._attn_implementation in ("sdpa", "vit_fast")
-        if fits and supported and not is_exporting():
+        if fits and supported and not is_exporting() and self._masks_only_keys():
             batch, tokens = pixel_values.shape[:2]
             pixel_attention_mask = pixel_attention_mask.bool()[:, None, None, :].expand(batch, 1, tokens, tokens)
         return super().forward(pixel_values, pixel_attention_mask, *args, **kwargs)
+
+    def _masks_only_keys(self) -> bool:
+        """Returns True if transformers' own function for masks is selected; a user may have registered another one."""
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+        name = self.config._attn_implementation
+        return name == "vit_fast" or ALL_MASK_ATTENTION_FUNCTIONS.get(name) is sdpa_mask
 
 
 # Classes with other names

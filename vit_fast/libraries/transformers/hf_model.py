@@ -11,13 +11,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config import DataConfig, Interpolation, RopeConfig, ViTConfig
 from ...errors import pair, raise_unsupported
 from ..interface.image_model import Facts, Head, ImageModel, comes_from, required_input_reasons, switch
 from ..interface.weight_names import PLAIN_VIT, Converted, Rule, config_reasons, parts, rename, with_key_biases
+from .attention_functions import attention_without_mask, is_plain, plain_functions
 
 NAME = "transformers"
 PEER = "transformers' ViTForImageClassification, attn_implementation='sdpa'"
@@ -285,10 +285,13 @@ class TransformersModel(ImageModel):
         """Selects an attention function for which transformers creates no mask, because images have no padding."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        ALL_ATTENTION_FUNCTIONS.register(_ATTENTION_NAME, _attention_without_mask)
-        configs = [getattr(module, "config", None) for module in self.model.modules()]
+        ALL_ATTENTION_FUNCTIONS.register(_ATTENTION_NAME, attention_without_mask)
+        configs: list[Any] = [getattr(module, "config", None) for module in self.model.modules()]
         for config in {id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values():
-            switch(undo, config, "_attn_implementation", _ATTENTION_NAME)
+            name = config._attn_implementation
+            is_eager = name == "eager" and name not in ALL_ATTENTION_FUNCTIONS
+            if is_eager or is_plain(name, ALL_ATTENTION_FUNCTIONS, plain_functions()):
+                switch(undo, config, "_attn_implementation", _ATTENTION_NAME)
 
     def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
         model: Any = self.model
@@ -299,10 +302,3 @@ class TransformersModel(ImageModel):
         results = [getattr(outputs, name, None) for name in ("logits", "pooler_output", "image_embeds")]
         result: Tensor | None = next((each for each in results if each is not None), None)
         return outputs.last_hidden_state[:, 0] if result is None else result
-
-
-def _attention_without_mask(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
-    return mixed.transpose(1, 2), None

@@ -16,6 +16,7 @@ from ...blocks.reading import Reader, describe, dropout_notes
 from ...ops import Rope, attention, qk_norm_rope
 from ...ops.attention import attention_among
 from ...ops.descriptions import Keys, is_padding, keys_of, names_keys
+from .attention_functions import is_plain, plain_functions
 
 # Keyword argument by which Pixtral's fused tower passes the lengths of its images to its layers, beside its mask
 KEYS = "vit_fast_keys"
@@ -60,7 +61,15 @@ class FusedSelfAttention(FusedModule):
     kind = "attention"
     uses: ClassVar[tuple[str, ...]] = ()  # keyword arguments that every call must have
     ignores: ClassVar[tuple[str, ...]] = ()  # further keyword arguments that the fused forward allows
+    registered: ClassVar[Any] = None  # attention functions by name, from which the original forward selects
+    plain: ClassVar[list[Any]] = []
     vit_fast_names: tuple[str, str, str, str | None]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "original" in vars(cls):
+            cls.registered = vars(sys.modules[cls.original.__module__]).get("ALL_ATTENTION_FUNCTIONS")
+            cls.plain = plain_functions()
 
     @property
     def vit_fast_scale(self) -> float:
@@ -77,7 +86,22 @@ class FusedSelfAttention(FusedModule):
         # SigLIP's text tower attends in both directions, mostly without a mask
         if "Text" in type(module.config).__name__ and not type(module).__name__.startswith("Siglip"):
             reasons.append("it belongs to a text model, which needs causal and padding masks")
-        return Finding(reasons + _eager_reasons(module), dropout_notes("attention", _dropout(module)))
+        return Finding(reasons + cls.function_reasons(module), dropout_notes("attention", _dropout(module)))
+
+    @classmethod
+    def function_reasons(cls, module: Any) -> list[str]:
+        """Returns a reason if the module's attention function returns weights or may compute something else."""
+        name = module.config._attn_implementation
+        if vars(module).get("is_causal"):
+            return ["is_causal must be False, got True"]
+        if is_plain(name, cls.registered, cls.plain):
+            return []
+        if name == "eager":
+            advice = "build the model with attn_implementation='sdpa'"
+            return [f"attn_implementation='eager' returns attention weights: {advice}"]
+        function = cls.registered.get(name)
+        what = "a kernel of the Hub" if "/" in name else getattr(function, "__qualname__", repr(function))
+        return [f"attn_implementation={name!r} selects {what}, which may not compute plain attention"]
 
     @classmethod
     def head_width(cls, module: Any) -> int:
@@ -111,7 +135,8 @@ class FusedSelfAttention(FusedModule):
             any(map(is_set, args))
             or any(kwargs.get(name) is None for name in self.uses)
             or changes_attention(kwargs, known)
-            or self.config._attn_implementation == "eager"
+            or self.__dict__.get("is_causal")
+            or not is_plain(self.config._attn_implementation, self.registered, self.plain)
             or any(name in children and is_touched(children[name]) for name in QK_NORMS)
             or (self.training and _dropout(self))
         )
@@ -153,7 +178,7 @@ class FusedPackedAttention(FusedRotarySelfAttention):
 
     @classmethod
     def examine(cls, module: Any) -> Finding:
-        return Finding(_eager_reasons(module))
+        return Finding(cls.function_reasons(module))
 
     def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys:
         # cu_seqlens is int64 while traced. The maximum length only selects tiles, so the total is enough.
@@ -166,12 +191,6 @@ class FusedPackedAttention(FusedRotarySelfAttention):
         qkv = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1))
         mixed = self.mix(qkv, self.rope_of(hidden_states, kwargs), self.keys_of(hidden_states, kwargs))
         return self.proj(mixed.flatten(1))
-
-
-def _eager_reasons(module: Any) -> list[str]:
-    advice = "build the model with attn_implementation='sdpa'"
-    found = f"attn_implementation='eager' returns attention weights: {advice}"
-    return [found] if module.config._attn_implementation == "eager" else []
 
 
 def _dropout(module: nn.Module) -> float:

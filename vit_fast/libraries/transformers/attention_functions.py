@@ -1,0 +1,45 @@
+"""The attention functions of transformers that compute plain attention. `attn_implementation` selects one by its name.
+
+transformers registers a function per name, and users may register their own under any name.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@functools.cache
+def plain_functions() -> list[Any]:
+    """Returns the functions that compute softmax(scale * q k^T) v. Other files append their own."""
+    from transformers.integrations import flash_attention, flex_attention, sdpa_attention
+
+    return [
+        sdpa_attention.sdpa_attention_forward, flash_attention.flash_attention_forward,
+        flex_attention.flex_attention_forward, attention_without_mask,
+    ]  # fmt: skip
+
+
+def is_plain(name: str | None, registered: Any, plain: list[Any]) -> bool:
+    """Returns True if the function registered under a name is one of `plain`. A name with "/" is a kernel of the Hub.
+
+    If the layer uses no registered function (`registered` or `name` is None), returns False for "eager" only.
+    """
+    if registered is None or name is None:
+        return name != "eager"
+    function = registered.get(name)
+    for each in plain:  # compares by identity; a loop is faster than a generator, and this runs in every forward
+        if function is each:
+            return "/" not in name
+    return False
+
+
+def attention_without_mask(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Computes attention [B, H, N, D] -> [B, N, H, D]. If registered without a mask function, no mask is created."""
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
+    return mixed.transpose(1, 2), None
