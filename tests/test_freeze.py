@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import SUBJECTS, gradients
+from fused_models import SUBJECTS, gradients, tiny_timm
 from mlp_support import DEVICE
 from torch import Tensor, nn
 
@@ -59,10 +59,16 @@ def test_freeze_raises_errors_and_skips_blocks() -> None:
         vit_fast.freeze(model)
     assert not frozen_of(model), "all or nothing"
     vit_fast.set_backend(model.eval(), "eager")
-    assert vit_fast.freeze(model) == () and not frozen_of(model)
+    eager = vit_fast.freeze(model)
+    assert eager == () and not frozen_of(model)
+    assert {row.reasons for row in eager.skipped} == {("the backend must be 'triton' or 'sdpa', got 'eager'",)}
     vit_fast.set_backend(model, "triton")
     model.blocks[0].attn.proj.register_forward_hook(lambda *_: None)
-    assert vit_fast.freeze(model) == ("blocks.1",)
+    report = vit_fast.freeze(model)
+    assert report == ("blocks.1",)
+    assert "attn.proj has hooks" in str(report) and "blocks.1  Block: block  frozen" in str(report)
+    assert copy.deepcopy(report).skipped == report.skipped
+    assert "no fused block: call vit_fast.fuse first" in str(vit_fast.freeze(nn.Linear(2, 2)))
 
 
 @pytest.mark.gpu
@@ -93,6 +99,54 @@ def test_a_second_freeze_reads_parameters_of_inference_mode() -> None:
     model.blocks[1].norm1.weight.mul_(3)
     vit_fast.freeze(model)
     assert not torch.allclose(assert_current(model, x), before, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (SUBJECTS["transformers-beit"].build, "attention must be fused, with q, k, v and output projection"),
+        (lambda: nn.TransformerEncoderLayer(64, 2, 64, norm_first=True), "self_attn.batch_first must be True, got"),
+        (lambda: SUBJECTS["timm-siglip"].build().attn_pool, "fuse does not run the attention of this class"),
+        (lambda: tiny_timm(mlp_layer="GatedMlp", embed_dim=48), "fuse did not fuse the norm and MLP of its block"),
+        (lambda: tiny_timm().double(), "this CPU cannot pack weights in torch.float64"),
+        (lambda: mixed_dtypes(tiny_timm()), "got torch.bfloat16 on cpu, torch.float32 on cpu"),
+    ],
+)  # fmt: skip
+def test_a_skipped_block_has_a_reason(make: Callable[[], nn.Module], reason: str) -> None:
+    model = make().eval()
+    vit_fast.fuse(model, "sdpa")
+    report = vit_fast.freeze(model)
+    assert report == () and report.skipped and all(reason in row.reasons[0] for row in report.skipped)
+
+
+def mixed_dtypes(model: Any) -> nn.Module:
+    model.blocks[0].mlp.fc2.bfloat16()
+    return model  # type: ignore[no-any-return]  # a model of timm
+
+
+def test_an_encoder_layer_of_torch_runs_fused_and_frozen() -> None:
+    """torch's fast path would bypass the attention layer; calls with masks still use it."""
+    subject = SUBJECTS["torch-encoder"]
+    model, twin, x = subject.build().eval(), subject.build().eval(), subject.inputs()["src"]
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    vit_fast.fuse(model, "sdpa").require_all()
+
+    def names(each: nn.Module, **options: Any) -> set[str]:
+        with torch.no_grad(), torch.profiler.profile() as profile:
+            torch.testing.assert_close(each(x, **options), twin(x, **options), rtol=1e-4, atol=1e-4)
+        return {event.key for event in profile.key_averages()}
+
+    fast = "aten::_transformer_encoder_layer_fwd"
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        model(x)
+    assert fast not in {event.key for event in profile.key_averages()}
+    assert fast in names(model, src_key_padding_mask=mask)
+    assert vit_fast.freeze(model) == ("layers.0", "layers.1")
+    assert {"mkldnn::_linear_pointwise", "mkl::_mkl_linear"} & names(model)
+    sequence = nn.Sequential(*model.layers)
+    vit_fast.fuse(sequence, "sdpa")
+    with torch.no_grad():  # without a batch
+        torch.testing.assert_close(sequence(x[0]), twin(x)[0], rtol=1e-4, atol=1e-4)
 
 
 # --- changed weights: folded, packed and in e4m3 ----------------------------------------------------------------------
@@ -154,6 +208,17 @@ def _replace(model: Any) -> None:
     model.blocks[0].mlp.fc1.weight = nn.Parameter(torch.randn_like(model.blocks[0].mlp.fc1.weight))
 
 
+def _narrower(model: Any) -> None:
+    """Prunes hidden channels in place. A forward cannot update the cached weights in the same memory."""
+    fc1, fc2 = model.blocks[0].mlp.fc1, model.blocks[0].mlp.fc2
+    fc1.weight, fc1.bias = nn.Parameter(fc1.weight[:-16].detach()), nn.Parameter(fc1.bias[:-16].detach())
+    fc2.weight = nn.Parameter(fc2.weight[:, :-16].detach())
+    if not isinstance(frozen_of(model)[0], Packed):
+        with pytest.raises(RuntimeError, match=r"call vit_fast\.freeze"):
+            cached(model)
+    assert len(vit_fast.freeze(model)) == 2
+
+
 def _buffer(model: Any) -> None:
     layer = model.blocks[0].mlp.fc1
     weight = torch.randn_like(layer.weight).detach()
@@ -177,6 +242,7 @@ UPDATED: dict[str, Change] = {
     "other memory": _other_memory,
     "a buffer": _buffer,
     "frozen again": _untracked,
+    "other shapes": _narrower,
 }
 
 

@@ -181,7 +181,18 @@ def test_connectors_and_decoders_are_not_required() -> None:
     assert {module.reasons for module in report.skipped} == {
         ("it belongs to a text model, which needs causal and padding masks",)
     }
-    assert "decoder (CLIPSegDecoder) is a language model or decoder" in str(report)
+    assert "decoder (CLIPSegDecoder) is a decoder: only" in str(report)
+    text = next(each for each in report.elsewhere if each.endswith("is a language model"))
+    assert text.startswith("clip.text_model (")
+
+
+def test_a_convolutional_decoder_is_not_mentioned() -> None:
+    """Like segmentation_models_pytorch's DPT and Unet: decoders of convolutions, and attention without weights."""
+    decoder = type("DPTDecoder", (nn.Sequential,), {})
+    model = nn.ModuleDict({"encoder": SUBJECTS["timm-vit"].build(), "decoder": decoder(nn.Conv2d(8, 8, 3))})
+    model["decoder"].append(type("Attention", (nn.Identity,), {})())
+    report = vit_fast.fuse(model, "sdpa").require_all()
+    assert report.elsewhere == () and "decoder" not in str(report)
 
 
 class SomeMlp(nn.Linear):

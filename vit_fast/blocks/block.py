@@ -23,8 +23,8 @@ from ..ops.block import fused_block
 from ..ops.descriptions import BlockTensors, Keys, Rope, interleave
 from ..ops.registration import constant_to_compiler, is_exporting, matmul_dtype, needs_gradient
 from .fp8_scales import PLACE
-from .frozen import Frozen
-from .packed import Packed, is_packable, packed_for, run_packed
+from .frozen import Frozen, ReshapedError
+from .packed import Packed, packed_for, packing_reasons, run_packed
 from .parts import AttentionParts, BlockParts, MlpParts, Outline, block_tensors, built, outline, sources, tensor_of
 from .plain import is_touched
 from .token_facts import NOTHING, TokenFacts, VersionsCounted, recall, remember
@@ -159,23 +159,46 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
     return block_tensors(attention, mlp), rope
 
 
-def freeze_block(block: Any) -> bool:
-    """Folds or packs the weights of a block, or updates the cached weights in place. Returns False if unsupported."""
+def freeze_block(block: Any) -> list[str]:
+    """Folds or packs the weights of a block, or updates the cached weights in place. Returns reasons if unsupported."""
     parts = parts_of(block)
+    if reasons := _freeze_reasons(parts, block.vit_fast_backend):
+        return reasons
     attention, mlp = parts.halves
-    if runs_whole(parts, block.vit_fast_backend):
-        kind, dtype = Frozen, matmul_dtype(tensor_of(*mlp.fc1.weights[0]))
-    elif block.vit_fast_backend == "sdpa" and is_packable(parts):
-        kind, dtype = Packed, tensor_of(*mlp.fc1.weights[0]).dtype
-    else:
-        return False
+    weight = tensor_of(*mlp.fc1.weights[0])
+    folds = runs_whole(parts, block.vit_fast_backend)
+    kind, dtype = (Frozen, matmul_dtype(weight)) if folds else (Packed, weight.dtype)
     if parts.fp8 is not None:
-        parts.fp8.cached_of(parts).refresh()
+        parts.fp8.cached_of(parts)
     elif type(parts.frozen) is not kind or parts.frozen.dtype != dtype:
         parts.frozen = kind(attention, mlp, dtype, attention.rope_head)
-    else:
+        return []
+    try:
         parts.frozen.refresh()
-    return True
+    except ReshapedError:  # CUDA graphs still read the old memory, and must be rebuilt
+        parts.frozen = None
+        return freeze_block(block)
+    return []
+
+
+def _freeze_reasons(parts: BlockParts, backend: str) -> list[str]:
+    attention, mlp = parts.halves
+    if attention is None or mlp is None:
+        halves = (("attention", attention, parts.attention_reasons), ("norm + MLP", mlp, parts.mlp_reasons))
+        why = [f"{name} runs as modules: {'; '.join(own)}" for name, half, own in halves if half is None and own]
+        return why or ["fuse does not run the attention of this class as part of a block"]
+    if runs_whole(parts, backend):
+        return []
+    reasons = [] if backend != "eager" else ["the backend must be 'triton' or 'sdpa', got 'eager'"]
+    if attention.module.vit_fast_backend != backend:
+        reasons.append(f"attention runs with backend {attention.module.vit_fast_backend}, norm + MLP with {backend}")
+    if attention.norm.kind != mlp.norm.kind:
+        reasons.append(f"both norms must be of one kind, got {attention.norm.kind} and {mlp.norm.kind}")
+    if attention.drops() or mlp.drops():
+        reasons.append("dropout must be inactive: call eval() first")
+    if parts.fp8 is not None:
+        reasons.append("a block in FP8 must run on a GPU, or emulated")
+    return reasons or packing_reasons(attention, mlp)
 
 
 def run_as_block(

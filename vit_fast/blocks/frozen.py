@@ -23,6 +23,10 @@ from .plain import PLAIN
 Weights = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias and LayerScale of a linear layer
 
 
+class ReshapedError(RuntimeError):
+    """Cached weights cannot be updated in the same memory."""
+
+
 class Frozen:
     """The folded linear layers of one block, for matmuls of one dtype; see `fold` in `ops/folded.py` for rope_head.
 
@@ -44,7 +48,7 @@ class Frozen:
         CACHED[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
 
     def refresh(self) -> None:
-        """Recomputes the cached tensors in the same memory; raises RuntimeError if a shape or device changed."""
+        """Recomputes the cached tensors in the same memory; raises ReshapedError if a shape or device changed."""
         # inference tensors cannot be updated in place outside of inference mode
         with self._lock, torch.inference_mode(False), torch.no_grad():
             snapshots = [_snapshot(owner, name) for owner, name in self._sources]
@@ -60,8 +64,8 @@ class Frozen:
         computed = self._computed()
         if not self.tensors:
             self.tensors = computed
-        elif any(new.shape != old.shape or new.device != old.device for new, old in zip(computed, self.tensors)):
-            raise RuntimeError(
+        elif [(each.shape, each.device) for each in computed] != [(each.shape, each.device) for each in self.tensors]:
+            raise ReshapedError(
                 "the shape or device of a frozen model's weights changed: call vit_fast.freeze(model) again, then "
                 "rebuild any GraphRunner of the model"
             )

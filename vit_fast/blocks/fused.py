@@ -36,6 +36,7 @@ class Finding:
     reasons: Sequence[str] = ()  # why the module cannot be fused
     notes: Sequence[str] = ()  # for the report
     bypassed: Sequence[nn.Module] = ()  # submodules whose forward will no longer be called
+    condition: str = ""  # calls that run fused, if the source of the model does not show whether there are any
 
 
 class FusedModule(nn.Module):
@@ -78,6 +79,11 @@ class FusedModule(nn.Module):
     @classmethod
     def examine(cls, module: Any) -> Finding:
         """Inspects an instance of `original`."""
+        return Finding()
+
+    @classmethod
+    def examine_calls(cls, model: nn.Module, name: str) -> Finding:
+        """Inspects how a model calls its submodule `name`."""
         return Finding()
 
     @classmethod
@@ -207,6 +213,7 @@ class FusedNormMlp(FusedModule):
 
     kind = "norm + MLP"
     reader: ClassVar[type[Reader]] = Reader
+    in_sequence: ClassVar[bool] = True  # False if `FusedBlocks` must call forward, which checks more than the parts
     vit_fast_parts: BlockParts | None = None
 
     @classmethod

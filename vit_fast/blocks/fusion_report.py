@@ -1,12 +1,14 @@
-"""Report of fuse: lists the fused and the skipped modules of a model."""
+"""Reports of fuse and freeze: list the fused or frozen, and the skipped modules of a model."""
 
 from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ..errors import UnsupportedInputError
+from ..errors import raise_unsupported
 
 
 @dataclass(frozen=True)
@@ -16,9 +18,10 @@ class ModuleReport:
     name: str  # dotted name in the model; "" for the model itself
     class_name: str  # before fuse
     part: str  # e.g. "attention" or "norm + MLP"
-    fused: bool  # True if the module now runs a fused operator
+    fused: bool  # True if the module now runs a fused operator; with `condition`, only in some calls
     reasons: tuple[str, ...] = ()  # all reasons why the module was skipped
     notes: tuple[str, ...] = ()  # about a fused module
+    condition: str = ""  # calls that run fused, if the source of the model does not show whether there are any
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,18 @@ class FusionReport:
     backend_reasons: tuple[str, ...] = ()  # why "auto" did not select triton
     precision: str | None = None  # as requested; None means the model's own precision
     precision_notes: tuple[str, ...] = ()  # measured effects of the requested precision
-    # Names of language models and decoders inside the model, e.g. CLIP's text tower. Only supported classes inside
-    # them are fused and reported.
+    # Language models and decoders with attention inside the model, e.g. "text_model (CLIPTextTransformer) is a
+    # language model". Only supported classes inside them are fused and reported.
     elsewhere: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[ModuleReport, ...]:
-        return tuple(module for module in self.modules if module.fused)
+        return tuple(module for module in self.modules if module.fused and not module.condition)
+
+    @property
+    def conditional(self) -> tuple[ModuleReport, ...]:
+        """Returns the modules that only some calls run fused, where the source shows no call of the model."""
+        return tuple(module for module in self.modules if module.condition)
 
     @property
     def skipped(self) -> tuple[ModuleReport, ...]:
@@ -45,43 +53,78 @@ class FusionReport:
     def require_all(self) -> FusionReport:
         """Returns the report if every module in it was fused.
 
+        A conditional module counts as fused only if it is the model itself, because then your code calls it.
+
         Raises:
-            UnsupportedInputError: a module was skipped, or there was nothing to fuse. Lists the modules and reasons.
+            UnsupportedInputError: a module was skipped or is conditional, or there was nothing to fuse. Lists the
+                modules and reasons.
         """
         reasons = [
             f"{module.name or 'the model'} ({module.class_name}, {module.part}): {reason}"
-            for module in self.skipped
-            for reason in module.reasons
+            for module in self.modules
+            for reason in [*module.reasons, *(_condition(module) if module.name else [])]
         ]
         if not self.modules:
             reasons = ["the model contains no attention or MLP of a supported class (docs/classes.md)"]
-        if reasons:
-            raise UnsupportedInputError("fuse did not fuse the whole model", reasons)
+        raise_unsupported("fuse did not fuse the whole model", reasons)
         return self
 
     def __str__(self) -> str:
         """Formats a table. Modules share a row if they differ only in the numbers in their names."""
         precision = f", precision {self.precision}" if self.precision else ""
         lines = [f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.skipped)} skipped"]
+        lines[0] += f", {len(self.conditional)} conditional" if self.conditional else ""
         if not self.modules:
             lines[0] += " (no attention or MLP of a supported class)"
         lines += [f"backend {self.backend}: {'; '.join(self.backend_reasons)}"] if self.backend_reasons else []
         lines += [f"precision {self.precision}: {note}" for note in self.precision_notes]
-        lines += [
-            f"{each} is a language model or decoder: only supported classes inside it are fused and listed"
-            for each in self.elsewhere
-        ]
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for module in self.modules:
-            pattern, part = re.sub(r"\d+", "*", module.name), f"{module.class_name}: {module.part}"
-            key = pattern, part, "fused" if module.fused else "skipped", "; ".join(module.reasons + module.notes)
-            groups.setdefault(key, []).append(module.name)
-        rows: list[tuple[str, ...]] = [("module", "part", "result", "reasons and notes")] if groups else []
-        for (pattern, *texts), names in groups.items():
-            rows.append((f"{pattern} ({len(names)})" if names[1:] else names[0] or "(the model)", *texts))
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        for *cells, text in rows:
-            left = "".join(f"{cell.ljust(width)}  " for cell, width in zip(cells, widths))
-            first, *rest = textwrap.wrap(text, 80) or [""]
-            lines += [(left + first).rstrip(), *(" " * len(left) + line for line in rest)]
-        return "\n".join(lines)
+        lines += [f"{each}: only supported classes inside it are fused and listed" for each in self.elsewhere]
+        return "\n".join([*lines, *_table(self.modules, "fused")])
+
+
+class FreezeReport(tuple[str, ...]):
+    """Names of the blocks that freeze prepared, with a report of all blocks. Print it to show a table."""
+
+    modules: tuple[ModuleReport, ...]  # `fused` is True if the weights are prepared
+
+    def __new__(cls, modules: Iterable[ModuleReport]) -> FreezeReport:
+        rows = tuple(modules)
+        report = super().__new__(cls, (row.name for row in rows if row.fused))
+        report.modules = rows
+        return report
+
+    def __getnewargs__(self) -> tuple[Any]:  # for copies and pickles
+        return (self.modules,)
+
+    @property
+    def skipped(self) -> tuple[ModuleReport, ...]:
+        return tuple(module for module in self.modules if not module.fused)
+
+    def __str__(self) -> str:
+        """Formats a table. Blocks share a row if they differ only in the numbers in their names."""
+        first = f"{len(self)} frozen, {len(self.skipped)} skipped"
+        nothing = "" if self.modules else " (no fused block: call vit_fast.fuse first)"
+        return "\n".join([first + nothing, *_table(self.modules, "frozen")])
+
+
+def _table(modules: Sequence[ModuleReport], done: str) -> list[str]:
+    """Formats rows; `done` names the result of modules that were not skipped."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for module in modules:
+        pattern, part = re.sub(r"\d+", "*", module.name), f"{module.class_name}: {module.part}"
+        result = "conditional" if module.condition else done if module.fused else "skipped"
+        key = pattern, part, result, "; ".join([*module.reasons, *_condition(module), *module.notes])
+        groups.setdefault(key, []).append(module.name)
+    rows: list[tuple[str, ...]] = [("module", "part", "result", "reasons and notes")] if groups else []
+    for (pattern, *texts), names in groups.items():
+        rows.append((f"{pattern} ({len(names)})" if names[1:] else names[0] or "(the model)", *texts))
+    widths, lines = [max(map(len, column)) for column in zip(*rows)], []
+    for *cells, text in rows:
+        left = "".join(f"{cell.ljust(width)}  " for cell, width in zip(cells, widths))
+        first, *rest = textwrap.wrap(text, 80) or [""]
+        lines += [(left + first).rstrip(), *(" " * len(left) + line for line in rest)]
+    return lines
+
+
+def _condition(module: ModuleReport) -> list[str]:
+    return [f"fused if called {module.condition}"] if module.condition else []

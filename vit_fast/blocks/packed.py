@@ -27,7 +27,7 @@ from ..ops.descriptions import Keys, Norm, Rope
 from ..ops.registration import in_transform, needs_gradient
 from ..version import cpu_name
 from .frozen import Frozen
-from .parts import BlockParts, sources, tensor_of
+from .parts import AttentionParts, BlockParts, MlpParts, sources, tensor_of
 
 GRAPH_TOKENS = 32  # minimum for oneDNN Graph, which was slower than flash attention at 17 tokens, and faster at 37
 GRAPHS = 64  # maximum number of attention graphs in the cache
@@ -214,17 +214,13 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype in names and bool(getattr(torch.ops.mkldnn, names[dtype])())
 
 
-def is_packable(parts: BlockParts) -> bool:
-    """Returns True if both halves run with "sdpa", and all weights have one dtype that this CPU can pack."""
-    attention, mlp = parts.halves
-    if attention is None or mlp is None or parts.fp8 is not None or attention.norm.kind != mlp.norm.kind:
-        return False
-    if attention.module.vit_fast_backend != "sdpa":
-        return False
-    tensors = [tensor_of(*slot) for slot in sources(attention, mlp)]
-    dtype = tensor_of(*mlp.fc1.weights[0]).dtype
-    alike = all(tensor is None or (tensor.device.type == "cpu" and tensor.dtype is dtype) for tensor in tensors)
-    return alike and can_pack(dtype)
+def packing_reasons(attention: AttentionParts, mlp: MlpParts) -> list[str]:
+    """Returns the reasons why the weights of a block cannot be packed: they need one dtype that this CPU can pack."""
+    tensors = [tensor for slot in sources(attention, mlp) if (tensor := tensor_of(*slot)) is not None]
+    kinds = sorted({f"{tensor.dtype} on {tensor.device.type}" for tensor in tensors})
+    if len(kinds) > 1 or tensors[0].device.type != "cpu":
+        return [f"with backend 'sdpa', the weights must have one dtype on the CPU, got {', '.join(kinds)}"]
+    return [] if can_pack(tensors[0].dtype) else [f"this CPU cannot pack weights in {tensors[0].dtype}"]
 
 
 def packed_for(parts: BlockParts, x: Tensor) -> Packed | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,7 @@ from ..blocks.block import freeze_block
 from ..blocks.fp8_scales import PLACE, remove_scales
 from ..blocks.frozen import Frozen
 from ..blocks.fused import Finding, FusedContainer, FusedModule, FusedNormMlp, device_of, dtype_of
-from ..blocks.fusion_report import FusionReport, ModuleReport
+from ..blocks.fusion_report import FreezeReport, FusionReport, ModuleReport
 from ..blocks.plain import forward_is_replaced, forward_reasons
 from ..errors import check_type, raise_unsupported, type_name
 from ..libraries.known import form_or_reason, fused_form, is_near_attention
@@ -40,7 +41,8 @@ def fuse(
     - A module that fuse or the backend does not support keeps its original forward. The report lists all reasons;
       `report.require_all()` raises an error if a module was skipped.
     - A fused module runs its original forward for calls with active dropout, with masks other than padding masks, or
-      that request attention weights. Submodules that are hooked or replaced after fuse run their own forward.
+      that request attention weights. Submodules that are hooked or replaced after fuse run their own forward. Attention
+      functions that a user of transformers registers and selects run unchanged.
     - Any other call that the backend cannot run, e.g. because of dtype or device, raises UnsupportedInputError.
 
     Args:
@@ -128,7 +130,7 @@ def set_backend(model: nn.Module, backend: str) -> FusionReport:
     return fuse(model, backend)
 
 
-def freeze(model: nn.Module) -> tuple[str, ...]:
+def freeze(model: nn.Module) -> FreezeReport:
     """Prepares the weights of a model's blocks for inference once, instead of in every forward.
 
     On a GPU (backend triton), folds each norm into the next linear layer, which saves at least one launch per block.
@@ -152,7 +154,7 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
         model: A model in evaluation mode, after vit_fast.fuse or from create_model. Blocks that freeze does not support
             are skipped, e.g. blocks with a wrapped or hooked part.
     Returns:
-        The names of the frozen blocks.
+        The names of the frozen blocks, as a tuple. Print it to show the skipped blocks with all reasons.
     Raises:
         TypeError: model is not a module.
         ValueError: a block is in training mode. Nothing is frozen.
@@ -162,7 +164,15 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
     for name, block in blocks:
         if block.training:
             raise ValueError(f"{name or 'model'} must be in evaluation mode: call eval() first")
-    return tuple(name for name, block in blocks if freeze_block(block))
+    rows = [_row(name, block, "block", freeze_block(block)) for name, block in blocks]
+    inside = {part for _, block in blocks for part in block.modules()}
+    alone = (each for each in model.named_modules() if isinstance(each[1], FusedModule) and each[1] not in inside)
+    rows += [
+        _row(name, part, part.kind, ["fuse did not fuse the norm and MLP of its block"])
+        for name, part in alone
+        if part.kind == "attention"
+    ]
+    return FreezeReport(rows)
 
 
 def unfreeze(model: nn.Module) -> None:
@@ -195,7 +205,7 @@ class _Walk:
         self.elsewhere: list[str] = []
         self.changes: list[Callable[[], object]] = []
         self._has_row: dict[nn.Module, bool] = {}
-        self._blocks: set[nn.Module] = set()  # blocks whose norm and MLP will be fused
+        self._blocks: set[nn.Module] = set()  # fused blocks that a FusedContainer may run
         self.visit("", model)
 
     def visit(self, name: str, module: nn.Module, inside_unknown: bool = False) -> bool:
@@ -238,8 +248,9 @@ class _Walk:
         decodes = "Decoder" in class_name and "Encoder" not in class_name
         reads_text = getattr(module, "input_modalities", None) in ("text", ("text",))  # of transformers
         is_elsewhere = bool(name) and (decodes or reads_text)
-        if is_elsewhere and not inside_unknown:
-            self.elsewhere.append(f"{name} ({type(module).__qualname__})")
+        if is_elsewhere and not inside_unknown and (reads_text or _attends(module)):
+            kind = "language model" if reads_text else "decoder"
+            self.elsewhere.append(f"{name} ({type(module).__qualname__}) is a {kind}")
         inside_unknown = inside_unknown or is_elsewhere
         looks_fusable = LOOKS_FUSABLE.search(class_name) is not None
         found = self._visit_children(name, module, inside_unknown or looks_fusable)
@@ -253,17 +264,18 @@ class _Walk:
 
     def _visit_fusable(self, name: str, module: nn.Module, form: type[FusedModule]) -> bool:
         """Handles a module that is fused or has a fused class; returns True if the module is skipped."""
-        finding = form.examine(module)
-        notes = [*(["already fused"] if isinstance(module, FusedModule) else []), *finding.notes]
-        reasons = _reasons(module, form, finding)
+        finding, calls = form.examine(module), form.examine_calls(self.model, name)
+        notes = [*(["already fused"] if isinstance(module, FusedModule) else []), *finding.notes, *calls.notes]
+        reasons = [*_reasons(module, form, finding), *calls.reasons]
         if not reasons:
             reasons, backend_notes = self._backend_reasons(module, form)
             notes += backend_notes
-        self.rows.append(_row(name, module, form.kind, reasons, () if reasons else notes))
+        row = _row(name, module, form.kind, reasons, () if reasons else notes)
+        self.rows.append(dataclasses.replace(row, condition="" if reasons else calls.condition))
         if not reasons:
             self._has_row.update(dict.fromkeys(finding.bypassed, True))
             self.changes.append(functools.partial(_set_fused_class, module, form, self.requested))
-            if issubclass(form, FusedNormMlp):
+            if issubclass(form, FusedNormMlp) and form.in_sequence:
                 self._blocks.add(module)
         elif isinstance(module, FusedModule):
             if "original" in vars(form) and not forward_is_replaced(module):
@@ -312,6 +324,12 @@ class _Walk:
             return [], []
         why = [] if backend == "triton" else unable or auto_reasons(device, dtype)
         return [], [f"it runs with backend {backend}" + ("" if not why else ": " + "; ".join(why))]
+
+
+def _attends(module: nn.Module) -> bool:
+    """Returns True if a class inside a module has the name of an attention layer; convolutional decoders have none."""
+    layers = (part for part in module.modules() if "Att" in type(part).__name__)
+    return any(next(layer.parameters(), None) is not None for layer in layers)
 
 
 def _reasons(module: nn.Module, form: type[FusedModule], finding: Finding) -> list[str]:

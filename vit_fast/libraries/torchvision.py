@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from ..blocks.callers import Call, calls_of
 from ..blocks.fused import Finding, Forms, FusedBlocks, FusedModule, FusedNormMlp, fused_class
 from ..blocks.parts import AttentionParts, MlpParts
 from ..blocks.plain import PLAIN, is_touched, tensor_reasons, touch_reasons
@@ -98,6 +100,9 @@ class TorchvisionModel(ImageModel):
         return output
 
 
+_PARAMETERS = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
+
+
 class MultiheadAttentionMixin(FusedModule):
     """Runs mha(x, x, x, need_weights=False) without masks as a fused operator, and other calls by torch's forward."""
 
@@ -114,9 +119,22 @@ class MultiheadAttentionMixin(FusedModule):
             reasons.append("add_zero_attn must be False, got True")
         if type(module.out_proj) is not NonDynamicallyQuantizableLinear:
             reasons.append(f"out_proj must be a NonDynamicallyQuantizableLinear, got {type_name(module.out_proj)}")
-        notes = ["only calls mha(x, x, x, need_weights=False) without masks run fused; other calls run torch's forward"]
-        notes += dropout_notes("attention", module.dropout) if isinstance(module.dropout, float) else []
+        notes = dropout_notes("attention", module.dropout) if isinstance(module.dropout, float) else []
         return Finding(reasons + touch_reasons([("out_proj", module.out_proj)]), notes)
+
+    @classmethod
+    def examine_calls(cls, model: nn.Module, name: str) -> Finding:
+        calls = calls_of(model, name, _PARAMETERS)
+        found = [(call.method, _obstacles(call)) for call in calls]
+        if any(not obstacles for _, obstacles in found):
+            owner = model.get_submodule(name.rpartition(".")[0])
+            bypassed = type(owner) is nn.TransformerEncoderLayer and TransformerEncoderLayerMixin.examine(owner).reasons
+            fast = "in evaluation mode without gradients, torch's fast path of TransformerEncoderLayer replaces it"
+            return Finding(notes=["calls with masks run torch's forward", *([fast] if bypassed else [])])
+        if found and all(any(obstacles) for _, obstacles in found):
+            texts = [f"{method} calls it with {', '.join(filter(None, obstacles))}" for method, obstacles in found]
+            return Finding([f"{text}, for which torch's forward runs" for text in dict.fromkeys(texts)])
+        return Finding(condition="with need_weights=False, one tensor as query, key and value, and no mask")
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
@@ -139,8 +157,37 @@ class MultiheadAttentionMixin(FusedModule):
         return (mixed if self.batch_first else mixed.transpose(0, 1)), None
 
 
+def _obstacles(call: Call) -> list[str]:
+    """Returns the arguments of a call that the fused forward does not support; "" for an argument that may be one."""
+    weights = call.value("need_weights", default=True)
+    found = [] if weights is False else ["need_weights=True (the default)" if weights is True else ""]
+    for name in ("attn_mask", "key_padding_mask", "is_causal"):
+        given = call.is_given(name)
+        found += [] if given is False else [name if given else ""]
+    for name in ("key", "value"):
+        same = call.are_same("query", name)
+        found += [] if same else [f"another tensor as {name}" if same is False else ""]
+    return found
+
+
+def _read_attention(block: Reader, name: str, norm: str, dropout: str) -> AttentionParts | None:
+    return block.attention(
+        name, norm, (name,), f"{name}.out_proj", dropouts=(dropout,), rates=(f"{name}.dropout",),
+        inside={name: fused_class(block.at(name), MultiheadAttentionMixin)}, num_heads=block.value(f"{name}.num_heads"),
+    )  # fmt: skip
+
+
 class TransformerEncoderLayerMixin(FusedNormMlp):
-    """A pre-norm TransformerEncoderLayer with norm2, feed-forward and residual as one operator."""
+    """A pre-norm TransformerEncoderLayer, fused as a whole if batch_first, else in parts."""
+
+    in_sequence = False  # also takes tokens [N, C] without a batch
+
+    @classmethod
+    def read_attention(cls, block: Reader) -> AttentionParts | None:
+        if not block.value("self_attn.batch_first"):
+            block.reasons.append("self_attn.batch_first must be True, got False")
+            return None
+        return _read_attention(block, "self_attn", "norm1", "dropout1")
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
@@ -149,18 +196,25 @@ class TransformerEncoderLayerMixin(FusedNormMlp):
             return None
         return block.mlp("norm2", "linear1", "activation", "linear2", dropouts=("dropout", "dropout2"))
 
+    def is_idle(self) -> bool:
+        return False  # torch's fast path would not call the attention layer
+
     def forward(
         self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Maps [B, N, C] (or [N, B, C] without batch_first) to the same shape."""
+        """Maps [B, N, C] (or [N, B, C] without batch_first) or [N, C] to the same shape."""
         given = is_causal or src_mask is not None or src_key_padding_mask is not None
         parts = self.ready()
         if given or src.is_nested or parts is None:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
-        normed = self.norm1(src)
-        mixed, _ = self.self_attn(normed, normed, normed, need_weights=False)
-        return self.norm_mlp(parts, src + self.dropout1(mixed))
+
+        def attend(x: Tensor) -> Tensor:
+            normed = self.norm1(x)
+            mixed, _ = self.self_attn(normed, normed, normed, need_weights=False)
+            return x + self.dropout1(mixed)
+
+        return self.run_as_block(parts, src, attend, ordinary=src.dim() == 3)
 
 
 class EncoderBlockMixin(FusedNormMlp):
@@ -168,12 +222,7 @@ class EncoderBlockMixin(FusedNormMlp):
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
-        return block.attention(
-            "self_attention", "ln_1", ("self_attention",), "self_attention.out_proj",
-            inside={"self_attention": fused_class(block.at("self_attention"), MultiheadAttentionMixin)},
-            dropouts=("dropout",), rates=("self_attention.dropout",),
-            num_heads=block.value("self_attention.num_heads"),
-        )  # fmt: skip
+        return _read_attention(block, "self_attention", "ln_1", "dropout")
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
