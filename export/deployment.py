@@ -227,7 +227,8 @@ def _checked(facts: dict[str, Any]) -> list[str]:
     lines = ["Not verified."]
     if isinstance(verification, dict):
         checks = [Check(**check) for check in verification["checks"]]
-        lines = [f"Compared with {verification['reference']}; allowed: {verification['budget']}.", ""]
+        device = f" on {verification['device']}" if "device" in verification else ""
+        lines = [f"Compared with {verification['reference']}{device}; allowed: {verification['budget']}.", ""]
         lines += [f"- {check.title()}: {check.line()}" for check in checks]
     if accuracy:
         lines += ["", f"On labeled images: {Accuracy(**accuracy).line()}."]

@@ -123,7 +123,7 @@ def export_onnx(
         report.external_data = graphs.save(graph, aside, options.external_data)
         del graph
         if verify:
-            report.checks, report.reference = verify_file(aside, vit, options, verified)
+            report.checks, report.reference, report.device = verify_file(aside, vit, options, verified)
             report.budget = options.budget
         if labeled is not None:
             report.accuracy = measure_accuracy(aside, vit, options, labeled)
@@ -206,7 +206,7 @@ def _write_metadata(
 def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel, whole: int) -> list[str]:
     is_int8, on_gpu = options.precision.startswith("int8"), options.target in ("ort-cuda", "tensorrt")
     slow_on_gpu = "int8 is usually slower than fp16 on a GPU: measure both"
-    saturates = "int8 is fast on CPUs with VNNI (avx512_vnni, avx_vnni); on other CPUs, sums may saturate: verify there"
+    on_cpu_only = "verified on a CPU only: on the GPU, check the file with `vit-fast bench --models FILE`"
     in_fp32 = "ONNX Runtime's CPU provider computes fp16 files in fp32: half the size, but no speedup"
     new_operator = "the Attention operator needs TensorRT 10.14 or newer: for older versions, export with opset 22"
     no_data_config = "the model has no data_config: pass data_config to store the preprocessing in the metadata"
@@ -217,10 +217,11 @@ def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel, who
     )
     warnings = [
         *((not fusion.complete, f"not fully fused: {fusion.line()}") for fusion in report.fusions),
-        (is_int8, slow_on_gpu if on_gpu else saturates),
+        (is_int8 and on_gpu, slow_on_gpu),
         (options.precision == "fp16" and not on_gpu, in_fp32),
         (options.target == "tensorrt" and options.opset >= ATTENTION_OPSET, new_operator),
         (not report.checks, "not verified: verify=False (--no-verify)"),
+        (on_gpu and (report.device or "").startswith("CPU"), on_cpu_only),
         (vit.data_config is None, no_data_config),
         (options.is_eight_bit and bool(report.checks) and whole < MIN_HELD_OUT, few_images),
     ]

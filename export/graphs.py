@@ -274,6 +274,19 @@ def constant_of(value: ir.Value | None) -> np.ndarray | None:
     return None if value is None or value.const_value is None else value.const_value.numpy()
 
 
+def append(graph: ir.Graph, operator: str, *inputs: ir.Value | np.ndarray | np.generic, **attributes: Any) -> ir.Value:
+    """Appends a node and returns its output. Arrays among the inputs become initializers."""
+    values = [value if isinstance(value, ir.Value) else add_constant(graph, np.asarray(value)) for value in inputs]
+    graph.append(node := ir.node(operator, values, attributes))
+    return node.outputs[0]
+
+
+def add_constant(graph: ir.Graph, array: np.ndarray) -> ir.Value:
+    value = ir.val(f"vit_fast.{len(graph.initializers)}", const_value=ir.tensor(array))
+    graph.register_initializer(value)
+    return value
+
+
 def save(model: ir.Model, path: Path, external: bool | None = None) -> str | None:
     """Writes a model; returns the name of the file for the weights, if they are external or exceed protobuf's limit."""
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)

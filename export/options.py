@@ -77,6 +77,11 @@ class ExportOptions:
         return self.precision in ("int8", "fp8")
 
     @property
+    def uint8_by_int8(self) -> bool:
+        """True for int8 files that CPUs may run: uint8 activations, int8 weights."""
+        return self.precision.startswith("int8") and self.target != "tensorrt"
+
+    @property
     def dtype(self) -> str:
         """Dtype of layers that are not quantized. In 8-bit files: fp16 for fp8 and for TensorRT, otherwise fp32.
 

@@ -104,7 +104,7 @@ def quantize(
     Observes the batches of `calibration`, which may be empty for "int8-dynamic". Measures the loss on `held_out`.
     Without held-out batches, quantizes all layers. At most half of the linear layers stay in float.
     """
-    scheme = Scheme("e4m3" if options.precision == "fp8" else "int8" if options.target == "tensorrt" else "uint8")
+    scheme = Scheme("e4m3" if options.precision == "fp8" else "uint8" if options.uint8_by_int8 else "int8")
     matmuls = matmuls_of(model, scheme)
     readers: Readers = {value: [] for matmul in matmuls for value in matmul.activations}
     for matmul in matmuls:
@@ -267,6 +267,7 @@ def write_nodes(model: ir.Model, matmuls: Sequence[MatMul], scheme: Scheme, rang
         "weight_qType": kind if is_e4m3 else QuantType.QInt8,
     }  # fmt: skip
     limits: dict[Any, Range] = {}
+    overrides: dict[str, Any] = {}
     activations: list[str] = []
     for matmul in matmuls:
         for value in (*matmul.activations, *matmul.node.outputs):
@@ -274,10 +275,14 @@ def write_nodes(model: ir.Model, matmuls: Sequence[MatMul], scheme: Scheme, rang
         if ranges:
             limits |= {value: ranges[str(value.name)] for value in matmul.activations}
             activations += [str(value.name) for value in matmul.activations]
-        if is_e4m3 and matmul.weight is not None:  # ONNX Runtime would clip at 4.5 standard deviations
+        if matmul.weight is not None and is_e4m3:  # ONNX Runtime would clip at 4.5 standard deviations
             peak = float(np.abs(matmul.weight).max())
             limits[matmul.node.inputs[1]] = Range(-peak, peak, "weight")
-    overrides: dict[str, Any] = {}
+        elif matmul.weight is not None:
+            channel = {"axis": 1, "zero_point": np.int8(0), "quant_type": QuantType.QInt8}
+            scales = scheme.weight_scales(matmul.weight)
+            (name,) = (str(value.name) for value in matmul.node.inputs[1:] if value is not None)
+            overrides[name] = [channel | {"scale": scale} for scale in scales]
     for tensor, one in limits.items():
         (scale, zero), dtype = scheme.grid(one), (tensor.dtype or ir.DataType.FLOAT).numpy()
         numbers = {"scale": np.asarray(scale, dtype), "zero_point": np.asarray(zero, ZEROS[scheme.kind])}
@@ -293,6 +298,7 @@ def write_nodes(model: ir.Model, matmuls: Sequence[MatMul], scheme: Scheme, rang
     else:
         del proto.graph.value_info[:]  # the quantizer infers all shapes again
         options = {"MatMulConstBOnly": True, "DefaultTensorType": onnx.TensorProto.FLOAT}
+        options["TensorQuantOverrides"] = overrides
         quantizer = ONNXQuantizer(
             proto, mode=QuantizationMode.IntegerOps, static=False, tensors_range=None, extra_options=options, **common
         )

@@ -68,13 +68,15 @@ class Check:
     batch: int = 0  # the largest batch size
     image_hw: tuple[int, int] = (0, 0)
     passed: bool = False  # the error is within the budget
+    saturating: bool = False  # computed like x86 CPUs without VNNI, whose int8 sums saturate
 
     def acceptable(self, margin: float = 1.0) -> bool:
         """Returns True if the loss is within the budget of 8-bit precisions; `margin` < 1 makes it stricter."""
         return bool(self.rms_error <= margin * RMS and self.flips <= margin * FLIPS * self.images)
 
     def title(self) -> str:
-        return f"{self.images} images of {'x'.join(map(str, self.image_hw))}, batch {self.batch}"
+        emulated = ", without VNNI" if self.saturating else ""
+        return f"{self.images} images of {'x'.join(map(str, self.image_hw))}, batch {self.batch}{emulated}"
 
     def line(self) -> str:
         same = "" if self.top1_agreement is None else f"top-1 agreement {self.top1_agreement:.1%}, "
@@ -117,6 +119,7 @@ class ExportReport:
     fusions: list[Fusion] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)  # comparisons with the eager model; empty without verification
     reference: str | None = None  # of the comparison, e.g. "eager fp64"
+    device: str | None = None  # of the comparison, "CPU" or "CUDA"; for int8, with the kinds of CPUs
     budget: str = ""  # the largest error that passes
     eight_bit: Quantized | None = None  # None for other precisions
     accuracy: Accuracy | None = None  # None without labeled images
@@ -140,7 +143,7 @@ class ExportReport:
     def measured(self) -> dict[str, Any]:
         """Returns the measurements of the file for its metadata."""
         facts = asdict(self)
-        verification = {name: facts[name] for name in ("reference", "budget", "checks")}
+        verification = {name: facts[name] for name in ("reference", "device", "budget", "checks")}
         facts["verification"] = verification if self.checks else "not verified"
         return {name: facts[name] for name in ("verification", "eight_bit", "accuracy")}
 
@@ -161,6 +164,7 @@ class ExportReport:
             (f"{sum(self.nodes.values())} nodes", self.nodes),
             ("8-bit", self.eight_bit and self.eight_bit.line()),
             *(("fused", fusion.line()) for fusion in self.fusions if fusion.complete),
+            ("verified on", self.device),
             *((f"verified: {check.title()}", f"{check.line()} against {self.reference}") for check in self.checks),
             ("accuracy", self.accuracy and self.accuracy.line()),
             ("to build an engine", self.trtexec),

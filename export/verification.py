@@ -1,17 +1,20 @@
 """Verifies a file: checks it with onnx, runs it in ONNX Runtime on real images, and compares it with eager in fp64.
 
+Files in int8 are also compared as CPUs without VNNI run them (saturation.py), because this CPU may have VNNI.
+
 max_error = max |file - eager| / max(1, max |eager|)          fp32, fp16, bf16; for 8-bit, see report.Check
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import torch
 from PIL import Image
 from torch import Tensor
@@ -28,6 +31,7 @@ from .preprocessing import preprocessing_model
 from .report import POINTS, Accuracy, Check, loss_of
 from .runtime.metadata import ModelFileError
 from .runtime.runner import OnnxRunner
+from .saturation import saturate
 
 FP64_PARAMETERS = 200_000_000  # larger models are compared with eager in fp32: an fp64 copy needs too much memory
 IMAGES, IMAGES_LARGE, LABELED_BATCH = 8, 3, 16
@@ -40,8 +44,8 @@ class VerificationError(VitFastError, RuntimeError):
 
 def verify_file(
     path: Path, vit: ImageModel, options: ExportOptions, images: list[Image.Image]
-) -> tuple[list[Check], str]:
-    """Compares a file with its model on images; returns one check per image size, and the reference's name."""
+) -> tuple[list[Check], str, str]:
+    """Compares a file with its model on images; returns checks per image size, and names of reference and device."""
     on_cuda = options.target in ("ort-cuda", "tensorrt") or options.precision == "bf16"
     try:
         onnx.checker.check_model(str(path), full_check=not options.targets_ort)
@@ -50,6 +54,13 @@ def verify_file(
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ModelFileError) as error:
         raise VerificationError(f"the file is invalid: {error}") from error
     in_fp32 = options.is_eight_bit or sum(p.numel() for p in vit.model.parameters()) > FP64_PARAMETERS
+    device = runner.device.upper()
+    runs: list[Callable[[list[np.ndarray]], Iterable[Any]]] = [lambda fed: map(runner, fed)]
+    if options.uint8_by_int8:
+        device += ", with and without VNNI"
+        graph = ir.load(path)
+        if saturate(graph):
+            runs.append(lambda fed: (arrays[0] for arrays in run_graph(graph, fed)))
     dtype = torch.float32 if in_fp32 else torch.float64
     reference = vit if in_fp32 else vit.copy_in(dtype)
     if in_fp32 and not options.is_eight_bit:
@@ -63,18 +74,24 @@ def verify_file(
         fed, inputs = _batches(vit, options, images[:IMAGES] if checks else images, size)
         with reference.exporting("eager", options.dynamic_size), torch.inference_mode():
             outputs = [reference.forward(x.to(dtype), options.output, options.dynamic_size) for x in inputs.split(4)]
-        got, expected = np.concatenate(list(map(runner, fed))), torch.cat(outputs).double().numpy()
+        expected = torch.cat(outputs).double().numpy()
         shown: Any = fed[0].shape[1:3] if options.preprocess else size
-        loss = loss_of(got, expected, options.output)
-        passed = loss.acceptable() if options.is_eight_bit else bool(loss.max_error <= BUDGETS[options.precision])
-        checks.append(replace(loss, batch=max(map(len, fed)), image_hw=tuple(shown), passed=passed))
+        for run in runs:
+            loss = loss_of(np.concatenate(list(run(fed))), expected, options.output)
+            passed = loss.acceptable() if options.is_eight_bit else bool(loss.max_error <= BUDGETS[options.precision])
+            more: dict[str, Any] = {
+                "batch": max(map(len, fed)),
+                "image_hw": tuple(shown),
+                "saturating": run is not runs[0],
+            }
+            checks.append(replace(loss, passed=passed, **more))
     if failed := [check for check in checks if not check.passed]:
         worst = max(failed, key=lambda check: check.max_error if np.isfinite(check.max_error) else np.inf)
         raise VerificationError(
-            f"the {options.precision} file differs from eager at batch {worst.batch}, size {worst.image_hw}: "
-            f"{worst.line()}; allowed: {options.budget}"
+            f"the {options.precision} file differs from eager on {worst.title()}: {worst.line()}; "
+            f"allowed: {options.budget}"
         )
-    return checks, f"eager {'fp32' if in_fp32 else 'fp64'}, {runner.providers[0]}"
+    return checks, f"eager {'fp32' if in_fp32 else 'fp64'}", device
 
 
 def _batches(

@@ -13,10 +13,12 @@ import torch
 from digits import digits_vit, held_out, write_digits
 
 from vit_fast.apps.data import sample_image
-from vit_fast.export import OnnxRunner, QuantisationError, export_onnx, graphs
+from vit_fast.export import OnnxRunner, QuantisationError, VerificationError, export_onnx, graphs
 from vit_fast.export.quantize import quantize_file
 from vit_fast.export.report import loss_of
 from vit_fast.export.runtime.metadata import narrow_precision
+from vit_fast.export.saturation import saturate
+from vit_fast.quantization.schemes import Scheme
 
 LAYOUTS = [
     ("int8", "generic"), ("int8", "ort-cpu"), ("int8", "tensorrt"), ("int8-dynamic", "ort-cpu"), ("fp8", "tensorrt"),
@@ -51,6 +53,9 @@ def test_accuracy_is_preserved(precision: Any, target: Any, outlier: float, fold
     assert report.accuracy is not None and report.accuracy.images == 150 and report.accuracy.acceptable
     assert report.accuracy.model > 0.97 and f"{report.accuracy.model:.2%}" in str(report)
     assert not any("crops of them" in warning for warning in report.warnings)
+    emulated = ", with and without VNNI" if target != "tensorrt" else ""
+    assert report.device == f"CPU{emulated}" and report.device in str(report)
+    assert ("on a CPU only" in str(report.warnings)) == (target == "tensorrt")
     assert accuracy_of() > 0.97 and accuracy_of(tmp_path / "m.onnx") >= accuracy_of() - POINTS
 
 
@@ -143,3 +148,82 @@ def test_a_loss_that_a_user_would_notice_does_not_pass() -> None:
     swapped[rows, logits[rows].argmax(1)] = ordered[rows, -2] - 1e-3
     loss = loss_of(swapped, logits, "logits")
     assert loss.flips == 12 and not loss.acceptable()
+
+
+def vpmaddubsw(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Multiplies uint8 [M, C] by int8 [C, F] like x86 CPUs without VNNI."""
+    products = np.pad(x[..., None] * weight.astype(np.int32), ((0, 0), (0, len(weight) % 2), (0, 0)))
+    return (products[:, ::2] + products[:, 1::2]).clip(-(2**15), 2**15 - 1).sum(1)
+
+
+def integer_matmul(weight: np.ndarray, in_float: bool) -> ir.Model:
+    """Returns a graph that multiplies uint8 [M, C] by int8 [C, F], as MatMulInteger or as MatMul in QDQ format."""
+    images = ir.val("images", ir.DataType.UINT8, ["tokens", len(weight)])
+    graph = ir.Graph([images], [], nodes=[], opset_imports={"": 21}, name="m")
+    zeros = np.uint8(0), np.zeros(weight.shape[1], np.int8)
+    if in_float:
+        scales = np.float32(0.5), np.full(weight.shape[1], 2, np.float32)
+        restored = graphs.append(graph, "DequantizeLinear", images, scales[0], zeros[0])
+        weights = graphs.append(
+            graph, "DequantizeLinear", graphs.add_constant(graph, weight), scales[1], zeros[1], axis=1
+        )
+        y = graphs.append(graph, "MatMul", restored, weights)
+    else:
+        y = graphs.append(graph, "MatMulInteger", images, weight, *zeros)
+    y = graphs.append(graph, "Cast", y, to=ir.DataType.INT32)
+    y.shape = ir.Shape(["tokens", weight.shape[1]])
+    y.dtype = ir.DataType.INT32
+    graph.outputs.append(y)
+    return ir.Model(graph, ir_version=10)
+
+
+@pytest.mark.parametrize("in_float", [True, False])
+def test_saturation_matches_vpmaddubsw(in_float: bool) -> None:
+    """Compares the evaluation with numpy on every CPU, and ONNX Runtime's kernel on CPUs where it saturates."""
+    random = np.random.default_rng(0)
+    for channels, most in ((64, 127), (193, 127), (7, 127), (192, 90)):
+        x = random.integers(0, 256, (5, channels), np.uint8)
+        weight = random.integers(-most, most + 1, (channels, 24), np.int8)
+        expected, exact = vpmaddubsw(x, weight), x.astype(np.int32) @ weight
+        assert (expected != exact).any()
+        model = integer_matmul(weight, in_float)
+        if not in_float:
+            (kernel,) = next(graphs.run_graph(model, [x]))
+            (one,) = next(
+                graphs.run_graph(integer_matmul(np.full((2, 1), 127, np.int8), False), [np.full((1, 2), 255, np.uint8)])
+            )
+            np.testing.assert_array_equal(kernel, expected if one.item() == 2**15 - 1 else exact)
+        assert saturate(model)
+        np.testing.assert_array_equal(next(graphs.run_graph(model, [x]))[0], expected)
+
+
+def test_quantized_weights_do_not_saturate_any_activation() -> None:
+    random = np.random.default_rng(0)
+    for shape, size in (((64, 200), 1.0), ((193, 50), 1e-30), ((2, 500), 1e4), ((1, 9), 1.0)):
+        weight = (size * random.standard_normal(shape)).astype(np.float32)
+        weight[:, 0] = 0
+        weight[:, 1] = size  # the hardest: all of the same size
+        scales = Scheme("uint8").weight_scales(weight)
+        stored = np.rint(weight / scales).astype(np.int8)
+        for in_float in (True, False):
+            assert not saturate(integer_matmul(stored, in_float))
+        exact = vpmaddubsw(x := np.where(np.pad(stored, 0)[:, 1:2].T > 0, 255, 0).astype(np.uint8), stored)
+        np.testing.assert_array_equal(exact, x.astype(np.int32) @ stored)
+        assert np.abs(weight - stored * scales).max() <= 0.501 * scales.max()
+        assert (scales <= Scheme("int8").weight_scales(weight) * 2.001).all(), "at least 7 bits"
+
+
+def test_a_file_that_saturates_fails_also_on_a_cpu_that_does_not(
+    folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Emulates a CPU with VNNI, and quantizes weights with all 8 bits."""
+
+    class Exact(OnnxRunner):
+        def __call__(self, images: Any) -> Any:
+            return next(graphs.run_graph(ir.load(self.path), [images]))[0]
+
+    monkeypatch.setattr("vit_fast.export.verification.OnnxRunner", Exact)
+    monkeypatch.setattr(Scheme, "weight_scales", lambda self, weight: np.abs(weight).max(axis=0) / 127)
+    with pytest.raises(VerificationError, match="differs from eager on 64 images of 8x8, batch 8, without VNNI: max"):
+        export_onnx(digits_vit(), tmp_path / "m.onnx", precision="int8", target="ort-cpu", calibration=[folder])
+    assert not list(tmp_path.iterdir())
