@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from itertools import combinations, product
+from types import SimpleNamespace
+from typing import Any
 
 import changed
 import children
 import execute
 import pytest
+import tiers
 from emulator import build
 from tiers import covering
 
@@ -23,6 +27,25 @@ def test_few_cases_contain_all_combinations(strength: int, most: int) -> None:
     for names in combinations(AXES, strength):
         found = {tuple(case[name] for name in names) for case in chosen}
         assert found == set(product(*(AXES[name] for name in names)))
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """As pytest names a case of `test_a` or `test_b` on the emulator."""
+
+    originalname: str
+    case: str
+    schedule: str
+    path: str = "tests/test_kernel.py"
+
+    @property
+    def callspec(self) -> Any:
+        return SimpleNamespace(id=f"{self.schedule}-{self.case}", params={"schedule": self.schedule})
+
+
+def test_first_case_of_each_test() -> None:
+    items = [Item(*values) for values in product(("test_a", "test_b"), ("fp16", "bf16"), ("fixed", "random"))]
+    assert tiers.first_cases(items) == {item for item in items if item.case == "fp16"}
 
 
 def test_folders_and_slow_tests_are_listed() -> None:
