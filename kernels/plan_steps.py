@@ -99,7 +99,7 @@ class PlannedLaunch:
         # Slices of `arguments` to pass as tuples. `__call__` replaces each slice by one tuple. The last slice is first,
         # because a replacement changes the positions of all later arguments.
         self._tuples: list[slice] = []
-        if isinstance(noted[-1], list | tuple):  # triton 3.7 passes kernel arguments as one sequence
+        if isinstance(noted[-1], list | tuple):  # since triton 3.7, one sequence of kernel arguments
             # The C function flattens tuples and drops constants in every launch. To save time, do so once, here.
             types, metadata = ready.compiled.src.signature.values(), ready.compiled.metadata.tensordesc_meta
             kinds = _call(nvidia.expand_signature, types, metadata, "nvTmaDesc")
