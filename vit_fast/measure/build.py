@@ -6,6 +6,7 @@ import copy
 import inspect
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from ..ops.backends import fp8_reasons
 from ..quantization.fp8 import as_model_input, logits_of
 from ..run.graph_runner import GraphRunner
 from .candidate import DTYPES, GRAPH_MODES, ORIGINAL, Candidate, leaves_of, tensors_in
-from .runtimes import OnnxFile, open_file, write_onnx
+from .runtimes import OnnxFile, open_file, provide_onnx
 
 Function = Callable[..., Any]
 
@@ -68,15 +69,18 @@ class Optimized:
 
 def build(
     candidate: Candidate, model: nn.Module, example: Any, output: Any, image_files: Sequence[str | Path],
-    min_agreement: float = 0.0,
+    min_agreement: float = 0.0, folder: Path | None = None,
 ) -> Optimized:  # fmt: skip
-    """Builds a candidate for a model. `output` is the model's output for the example. Weights may be shared."""
+    """Builds a candidate for a model. `output` is the model's output for the example. Weights may be shared.
+
+    ONNX files of the model are written to `folder`, and reused by later candidates.
+    """
     hooked = [name or "the model" for name, module in model.named_modules() if is_hooked(module)]
     if candidate != ORIGINAL and hooked:
         raise UnsupportedInputError(candidate.name, [f"hooks of {', '.join(hooked[:3])} would not run: remove them"])
     function: Function = model
     if candidate.runs_file:  # _session splits batches and sets threads
-        function = _session(candidate, model, example, output, image_files)
+        function = _session(candidate, model, example, output, image_files, folder)
     elif candidate != ORIGINAL:
         if isinstance(model, OnnxFile):
             raise UnsupportedInputError(candidate.name, ["an ONNX file runs only in ONNX Runtime or OpenVINO"])
@@ -156,8 +160,9 @@ def _fuse_parts(work: nn.Module, candidate: Candidate) -> None:
 
 
 def _session(
-    candidate: Candidate, model: nn.Module, example: Any, output: Any, image_files: Sequence[str | Path]
-) -> Function:
+    candidate: Candidate, model: nn.Module, example: Any, output: Any, image_files: Sequence[str | Path],
+    folder: Path | None,
+) -> Function:  # fmt: skip
     """Exports a model; returns a function with the model's signature that runs the file in a runtime."""
     images = only_images(example)
     leaves, spec = pytree.tree_flatten(output)
@@ -167,9 +172,8 @@ def _session(
         found = f"{len(leaves)} values, of which {len(tensors_in(output))} are tensors"
         reason = f"the model must return one tensor and no other value, got {found}"
         raise UnsupportedInputError(candidate.name, [reason])
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        write_onnx(candidate, model, path, images, image_files)
+    with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as place:
+        path = provide_onnx(candidate, model, Path(place), images, image_files)
         run: Function = open_file(candidate, path, images, model.image_hw if isinstance(model, OnnxFile) else None)
     if candidate.engine == "openvino":
         run = _in_pieces(run, candidate.split or len(images))

@@ -32,7 +32,7 @@ from .candidate import DTYPES, ORIGINAL, PRECISIONS, Candidate, Precision, descr
 from .clock import format_number, percentile, ratio, ratio_interval
 from .runtimes import OnnxFile, write_onnx
 from .search import SHARE, Found, Objective, Refused, paired, search
-from .trials import Checked, Trials, candidates, candidates_of_file, device_of_example, first_batch
+from .trials import Checked, Trials, candidates, candidates_of_file, device_of_example, first_batch, slow_precisions
 
 REBUILDING_S = 1800.0  # time limit to build a cached candidate
 COMPILE_ALONE = [Candidate(engine, frozen=frozen) for engine in ("compile", "max-autotune") for frozen in (False, True)]
@@ -129,7 +129,8 @@ def optimize(
             example if the model's preprocessing is unknown.
         latency_or_throughput: "throughput" compares median durations, "latency" 90th percentiles.
         memory_limit: Maximum memory of a candidate in bytes, in addition to the model.
-        allow: Precisions to try with lossless=False: "bf16", "fp16", "int8", "fp8"; None means all.
+        allow: Precisions to try with lossless=False: "bf16", "fp16", "int8", "fp8"; None means all. On a CPU, bf16 and
+            fp16 are skipped if their matmuls are slower than in fp32, except if only one precision is allowed.
         images: More batches like the example, to measure agreement.
         again: True searches even if there is a cached result.
         progress: Function that is called at each step with a text and the seconds since the start.
@@ -160,6 +161,7 @@ def optimize(
     if isinstance(others, Tensor):
         raise TypeError(f"images must be a list of batches such as [images], got a tensor {tuple(others.shape)}")
     device, image_files, model = device_of_example(example), find_images(calibration or ()), _snapshot(model, example)
+    slow = slow_precisions(device, allowed)
     request = {
         "objective": latency_or_throughput,
         "allow": sorted(allowed),
@@ -170,7 +172,7 @@ def optimize(
         key = cache.key_of(model, example, request)
         trials = Trials(
             model, example, images if allowed else (), image_files, min_agreement, memory_limit,
-            start=start, progress=progress, check_interrupt=check_interrupt,
+            start=start, progress=progress, check_interrupt=check_interrupt, skipped=slow,
         )  # fmt: skip
         cached = None if again else next(cache.find(key), None)
         # reuse the result if its search finished, or had at least this budget
@@ -178,7 +180,8 @@ def optimize(
             with contextlib.suppress(Refused):  # the candidate is no longer available: search again
                 trials.prepare(cached.candidate, REBUILDING_S)
                 return _optimization(trials, (), cached)
-        first = (candidates_of_file if isinstance(model, OnnxFile) else candidates)(device, allowed)
+        first = (candidates_of_file if isinstance(model, OnnxFile) else candidates)(device, allowed.difference(slow))
+        first = [*(Candidate(precision=name) for name in slow), *first]
         found = search(trials, ORIGINAL, first, budget_s=budget_s, objective=latency_or_throughput)
     table = tuple(_rows(found, trials, SHARE[latency_or_throughput]))
     chosen = next(row for row in table if row.candidate == found.chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import tempfile
@@ -18,6 +19,7 @@ from vit_fast.config import Size
 
 from ..apps.data import find_images, sample_image
 from ..errors import UnsupportedInputError
+from ..files import file_aside
 from ..libraries.known import recognize
 from .candidate import Candidate
 
@@ -65,23 +67,46 @@ def open_reference(path: Path, image_hw: Size | None) -> Run:
     return lambda images: torch.as_tensor(runner(images.cpu()))
 
 
+def file_name(candidate: Candidate) -> str:
+    """Returns the name of the ONNX file in a folder of files of one model."""
+    precision = None if candidate.engine == "openvino" else candidate.precision  # OpenVINO converts
+    return f"{candidate.engine}-{precision or 'fp32'}.onnx"
+
+
+def provide_onnx(
+    candidate: Candidate, model: nn.Module, folder: Path, images: Tensor, image_files: Sequence[str | Path]
+) -> Path:
+    """Returns the candidate's ONNX file in a folder; exports it if it is missing, int8 from the file in fp32."""
+    path = folder / file_name(candidate)
+    if not path.exists():
+        source = None
+        if candidate.precision == "int8" and not isinstance(model, OnnxFile):
+            source = provide_onnx(dataclasses.replace(candidate, precision=None), model, folder, images, image_files)
+        with file_aside(path) as aside:
+            write_onnx(candidate, model, aside, images, image_files, source)
+    return path
+
+
 def write_onnx(
-    candidate: Candidate, model: nn.Module, path: Path, images: Tensor, image_files: Sequence[str | Path]
-) -> None:
-    """Exports a model in the candidate's precision. An ONNX file is copied, or quantized to int8."""
+    candidate: Candidate, model: nn.Module, path: Path, images: Tensor, image_files: Sequence[str | Path],
+    source: Path | None = None,
+) -> None:  # fmt: skip
+    """Exports a model in the candidate's precision. An ONNX file, or `source`, is copied, or quantized to int8."""
     from vit_fast.export import export_onnx
     from vit_fast.export.runtime.metadata import copy_model
 
     in_openvino, precision = candidate.engine == "openvino", candidate.precision
     calibration = find_images(image_files or [sample_image()]) if precision == "int8" else None
     on_ort: Any = "ort-cuda" if images.device.type == "cuda" else "ort-cpu"
-    if isinstance(model, OnnxFile) and (precision is None or in_openvino):
-        copy_model(model.path, path)
-        return
     if isinstance(model, OnnxFile):
+        source = model.path
+    if source is not None and precision == "int8":
         from vit_fast.export.quantize import quantize_file
 
-        quantize_file(model.path, path, on_ort, calibration or ())
+        quantize_file(source, path, on_ort, calibration or ())
+        return
+    if source is not None:
+        copy_model(source, path)
         return
     size, found = tuple(recognize(model).image_hw), tuple(images.shape[2:])
     if found != size:

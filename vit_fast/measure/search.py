@@ -1,8 +1,9 @@
 """The search of `optimize`: scouting, variations, successive halving.
 
-1. Scouting: each candidate is prepared (built, compiled, checked) and called a few times. Candidates that are much
-   slower than the fastest are dropped.
-2. Variations of the fastest candidate are scouted, then variations of the fastest variation, and so on.
+1. Scouting: each candidate is prepared (built, compiled, checked), which times its first calls. Candidates that are
+   much slower than the fastest are dropped; one very slow call is enough.
+2. Variations of the fastest candidate are scouted, then variations of the fastest variation, and so on. Scouting ends
+   early enough to time the original and the two fastest candidates interleaved.
 3. Successive halving: the remaining candidates are timed interleaved, with twice as many rounds each time. From the
    slower half, clearly slower candidates are dropped. The fastest candidate is timed twice per round. The difference
    between its two timings is the resolution.
@@ -15,6 +16,7 @@ Source of the halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identifi
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,14 +28,16 @@ Objective = Literal["throughput", "latency"]
 # The quantile of the durations that each objective compares.
 SHARE = {"throughput": 0.5, "latency": 0.9}
 
-SCOUTING_CALLS, FIRST_ROUNDS = 3, 4
+FIRST_ROUNDS = 4
 # Rounds of halving: ENOUGH_ROUNDS, or up to MOST_ROUNDS while the resolution is FINE or worse.
 ENOUGH_ROUNDS, MOST_ROUNDS, FINE = 60, 240, 0.02
 # Maximum number of candidates whose variations are tried.
 MOST_VARIED = 8
-FAR_BEHIND, BEHIND = 1.5, 1.05
-# Shares of the budget after which no candidate or no variation is prepared.
-SCOUTING_SHARE, VARYING_SHARE = 0.6, 0.75
+# Slowdowns at which a candidate is dropped: after one call, after scouting, and in halving.
+HOPELESS, FAR_BEHIND, BEHIND = 3.0, 1.5, 1.05
+# Maximum duration of a preparation, relative to the estimate and to the budget; the larger one counts.
+LATE, LONG = 4, 0.25
+RESERVE = 0.15  # maximum share of the budget that is reserved for the first rounds of halving
 
 
 class Refused(Exception):
@@ -50,6 +54,7 @@ class Trial:
 
     candidate: Any
     samples_ms: list[float] = field(default_factory=list)
+    round_s: float = math.inf  # seconds of a timed call, with its untimed calls
     reason: str | None = None  # why it was not chosen
 
 
@@ -79,14 +84,11 @@ def search(
     run.prepare(run.original, budget_s)
     interrupted = False
     try:
-        run.scout(candidates, SCOUTING_SHARE)
+        run.scout(candidates)
         varied: list[Trial] = []
         while (best := run.best()) not in varied and len(varied) < MOST_VARIED:
-            if run.left_s(VARYING_SHARE) <= 0:
-                run.lacking_s += bench.seconds(best.candidate)  # for one variation, at least
-                break
             varied.append(best)
-            run.scout(bench.variations(best.candidate), VARYING_SHARE)
+            run.scout(bench.variations(best.candidate))
         run.halve()
     except KeyboardInterrupt:
         interrupted = True
@@ -104,47 +106,74 @@ class _Search:
         self.untried, self.lacking_s = 0, 0.0  # untried candidates, and the seconds that they need
 
     def prepare(self, trial: Trial, seconds: float) -> None:
-        self.bench.prepare(trial.candidate, seconds)
+        trial.samples_ms += self.bench.prepare(trial.candidate, seconds, HOPELESS * self._fastest_ms())
         self.running.append(trial)
-        for number in range(SCOUTING_CALLS):
-            trial.samples_ms.append(self.bench.call_ms(trial.candidate, number))
-            if self.left_s() < trial.samples_ms[-1] / 1e3:
-                return
+        if self.left_s() > (expected_s := 2 * min(trial.samples_ms) / 1e3):
+            self._time(trial, trial.samples_ms, len(trial.samples_ms))
+        else:
+            trial.round_s = expected_s
 
-    def scout(self, candidates: Sequence[Any], share: float) -> None:
-        for candidate in candidates:
-            if any(candidate == trial.candidate for trial in self.trials):
-                continue
-            trial = Trial(candidate)
+    def _time(self, trial: Trial, samples: list[float], number: int) -> None:
+        start = self.bench.elapsed_s()
+        samples.append(self.bench.call_ms(trial.candidate, number))
+        trial.round_s = min(trial.round_s, self.bench.elapsed_s() - start)
+
+    def _fastest_ms(self) -> float:
+        """Returns the duration of the shortest call. Other load affects the shortest call least."""
+        return min((min(trial.samples_ms) for trial in self.running), default=math.inf)
+
+    def _losing(self) -> list[Trial]:
+        """Returns all but the original, the fastest, and the second-fastest trial, in case the fastest fails."""
+        first, *rest = sorted(self.running, key=lambda trial: min(trial.samples_ms))
+        return [trial for trial in rest if trial is not self.original][first is not self.original :]
+
+    def _round_s(self, without: Sequence[Trial] = ()) -> float:
+        """Returns the seconds of one interleaved round, in which the fastest trial is timed twice."""
+        return self.best().round_s + sum(trial.round_s for trial in self.running if trial not in without)
+
+    def scout(self, candidates: Sequence[Any]) -> None:
+        """Prepares the candidates in order; those that do not fit later, because others may make them cheaper."""
+        known = [trial.candidate for trial in self.trials]
+        pending = [candidate for candidate in candidates if candidate not in known]
+        while pending:
+            left = self.left_s() - min(FIRST_ROUNDS * self._round_s(self._losing()), RESERVE * self.budget_s)
+            needed = [self.bench.seconds(candidate) for candidate in pending]
+            at = next((index for index, seconds in enumerate(needed) if seconds <= left), None)
+            if at is None:
+                break
+            trial, limit = Trial(pending.pop(at)), min(left, max(LATE * needed[at], LONG * self.budget_s))
             self.trials.append(trial)
-            needed, left = self.bench.seconds(candidate), self.left_s(share)
             try:
-                if needed > left:
-                    raise OutOfTime(f"skipped: needs about {format_number(needed, 2)} s, more than the budget allows")
-                self.prepare(trial, left)
+                self.prepare(trial, limit)
             except Refused as error:
                 self._drop(trial, str(error))
-                if isinstance(error, OutOfTime):  # a timed-out candidate needs at least its limit again
-                    self.untried, self.lacking_s = self.untried + 1, self.lacking_s + max(needed, left)
-                continue
-            # Other load affects the shortest call least. The second-fastest trial stays, in case the fastest fails.
-            first, *rest = sorted(self.running, key=lambda trial: min(trial.samples_ms))
-            rest = [trial for trial in rest if trial is not self.original][first is not self.original :]
-            for trial in rest:
-                if (factor := min(trial.samples_ms) / min(first.samples_ms)) > FAR_BEHIND:
+                if isinstance(error, OutOfTime):  # it needs at least its limit again
+                    self._lack(limit)
+            for trial in self._losing():
+                if (factor := min(trial.samples_ms) / self._fastest_ms()) > FAR_BEHIND:
                     self._drop(trial, f"{factor:.1f}x slower than the fastest")
+        for candidate in pending:
+            seconds = self.bench.seconds(candidate)
+            reason = f"skipped: needs about {format_number(seconds, 2)} s, more than the budget allows"
+            self.trials.append(Trial(candidate, reason=reason))
+            self._lack(seconds)
+
+    def _lack(self, seconds: float) -> None:
+        self.untried, self.lacking_s = self.untried + 1, self.lacking_s + seconds
 
     def halve(self) -> None:
         rounds = FIRST_ROUNDS
+        while (losing := self._losing()) and FIRST_ROUNDS * self._round_s() > self.left_s():
+            factor = min(losing[-1].samples_ms) / self._fastest_ms()
+            self._drop(losing[-1], f"{factor:.2f}x slower than the fastest; no time for more calls")
         self.bench.tell(f"timing {len(self.running)} candidates, interleaved")
         while self.rounds < ENOUGH_ROUNDS or (self.rounds < MOST_ROUNDS and (self._resolution() or FINE) >= FINE):
             if (best := self.best()) is not self.leader:
                 self.leader, self.again = best, []
             for _ in range(rounds):
-                round_s = sum(trial.samples_ms[-1] for trial in (*self.running, self.leader)) / 1e3
-                if self.left_s() < round_s:
+                if self.left_s() < self._round_s():
                     if len(self.running) > 1:
-                        self.lacking_s += round_s * max(ENOUGH_ROUNDS - self.rounds, 0)
+                        self.lacking_s += self._round_s() * max(ENOUGH_ROUNDS - self.rounds, 0)
                     return
                 self._round()
             best = self.best()
@@ -162,7 +191,7 @@ class _Search:
         for trial, samples in each:
             if trial in self.running:
                 try:
-                    samples.append(self.bench.call_ms(trial.candidate, self.rounds))
+                    self._time(trial, samples, self.rounds)
                 except Refused as error:
                     if trial is self.original:
                         raise
@@ -172,8 +201,9 @@ class _Search:
     def conclude(self, interrupted: bool) -> Found:
         best, resolution = self.best(), self._resolution()
         needed = 1 + (resolution or 0.0)
-        equals = [trial for trial in self.running if trial is best or self._lead(best, trial) <= needed]
-        simplest = sorted(equals, key=lambda trial: trial.candidate.changes)
+        close = (trial for trial in self.running if self._cost(trial) <= BEHIND * self._cost(best))
+        equals = [trial for trial in close if trial is best or self._lead(best, trial) <= needed]
+        simplest = sorted(equals, key=lambda trial: (trial.candidate.changes, self._cost(trial)))
         gaining = (t for t in simplest if t is self.original or self._lead(t, self.original) > needed)
         chosen = next(gaining, self.original)
         for trial in self.trials:
@@ -184,8 +214,7 @@ class _Search:
                 trial.reason = f"{behind:.2f}x slower" if behind > needed else equal
             elif trial is not chosen and trial.reason is None:
                 trial.reason = "interrupted"
-        # the last candidate must be scouted within SCOUTING_SHARE
-        finish_s = (self.bench.elapsed_s() + self.lacking_s) / SCOUTING_SHARE if self.lacking_s else None
+        finish_s = self.bench.elapsed_s() + self.lacking_s if self.lacking_s else None
         tried = len(self.trials) - self.untried
         return Found(chosen.candidate, tuple(self.trials), resolution, interrupted, tried, finish_s)
 
@@ -195,8 +224,8 @@ class _Search:
     def best(self) -> Trial:
         return min((trial for trial in self.running if trial.samples_ms), key=self._cost, default=self.original)
 
-    def left_s(self, share: float = 1.0) -> float:
-        return self.budget_s * share - float(self.bench.elapsed_s())
+    def left_s(self) -> float:
+        return self.budget_s - float(self.bench.elapsed_s())
 
     def _drop(self, trial: Trial, reason: str) -> None:
         trial.reason = reason

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import os
+import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,13 @@ from ..accuracy import Measure, error_of, size_of
 from ..errors import UnsupportedInputError
 from ..fusion.fuse import unfuse
 from ..ops.backends import triton_unavailable_reasons
-from ..version import installed
+from ..version import installed, matmul_slowdown
 from .build import Optimized, arguments, build, call, with_inputs
 from .candidate import (
     AS_FILE,
+    DTYPES,
     ORIGINAL,
+    PRECISIONS,
     Candidate,
     Precision,
     Reference,
@@ -39,15 +43,19 @@ from .candidate import (
     tensors_in,
 )
 from .clock import Call, Protocol, Samples, format_number, free_memory
-from .runtimes import OnnxFile, open_reference
-from .search import OutOfTime, Refused
+from .runtimes import OnnxFile, file_name, open_reference
+from .search import HOPELESS, OutOfTime, Refused
 
-# Estimated seconds to prepare the first candidate of an engine, and to open an ONNX file.
+# Typical seconds to build a candidate, without its calls (two cores of a Zen 3); `Trials.seconds` scales them.
 ENGINE_S = {
-    "torch": 0.5, "compile": 25.0, "reduce-overhead": 30.0, "max-autotune": 120.0, "onnxruntime": 15.0,
-    "openvino": 15.0, "tensorrt": 60.0,
+    "torch": 1.0, "compile": 40.0, "reduce-overhead": 45.0, "max-autotune": 150.0, "onnxruntime": 1.0, "openvino": 1.0,
+    "tensorrt": 60.0,
 }  # fmt: skip
-OPENING_S = 1.0
+EXPORT_S, QUANTIZE_S = 13.0, 12.0
+CALLS = 6  # of a preparation
+LONG_S = 0.25  # shorter calls are never refused during the check, because other load might explain them
+# Assumed speedup by lower precision, to order the candidates by gain per second.
+PRECISION_GAIN = 2.0
 # Maximum number of images in the fp64 reference, if each output depends only on its own image.
 MOST_IN_FP64 = 8
 # Assumed rounding error of an fp32 ONNX file, relative to its outputs. An ONNX file cannot run in fp64.
@@ -59,7 +67,7 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Can
     on_cuda = device.type == "cuda"
     backends = ("triton", "sdpa") if on_cuda and not triton_unavailable_reasons(device) else ("sdpa",)
     found: list[Candidate] = []
-    precisions: tuple[Precision | None, ...] = (None, "bf16", "fp16") if on_cuda else (None, "bf16")
+    precisions: tuple[Precision | None, ...] = None, "bf16", "fp16"
     for precision in (each for each in precisions if each is None or each in allowed):
         for attention, mlp in itertools.product(backends, repeat=2):
             fused = Candidate(attention=attention, mlp=mlp, precision=precision)
@@ -74,13 +82,37 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Can
         eight_bit = Candidate(attention="triton", mlp="triton", precision="fp8")
         found += [eight_bit, replace(eight_bit, graphs=True)] if on_cuda else [eight_bit]
     found += _runtimes(device, allowed)
-    # lower precision, if allowed, gains most, so slow full-precision candidates come last
-    return sorted(found, key=lambda c: (c.engine != "torch" and not c.precision, ENGINE_S[c.engine], not c.precision))
+    return sorted(found, key=lambda one: _build_s(one) / (PRECISION_GAIN if one.precision else 1.0))
 
 
 def candidates_of_file(device: torch.device, allowed: Collection[Precision]) -> list[Candidate]:
     """Returns the initial candidates for an ONNX file; the original runs in ONNX Runtime."""
     return [each for each in _runtimes(device, allowed) if each != AS_FILE and each.precision != "fp16"]
+
+
+def _build_s(candidate: Candidate, files: Collection[str] = ()) -> float:
+    """Returns typical seconds to build a candidate, given the names of the ONNX files that exist."""
+    needed_s, name = ENGINE_S[candidate.engine], file_name(candidate)
+    if not candidate.runs_file or name in files:
+        return needed_s
+    if candidate.precision == "int8":
+        needed_s, name = needed_s + QUANTIZE_S, file_name(replace(candidate, precision=None))
+    return needed_s if name in files else needed_s + EXPORT_S
+
+
+def slow_precisions(device: torch.device, allowed: Collection[Precision]) -> dict[Precision, str]:
+    """Returns the precisions that the CPU computes more slowly than fp32, with the reason to skip them.
+
+    If only one precision is allowed, the user asks for it, and nothing is skipped.
+    """
+    if device.type != "cpu" or len(allowed) < 2:
+        return {}
+    found: dict[Precision, str] = {}
+    for name in PRECISIONS[:2]:
+        if name in allowed and (factor := matmul_slowdown(DTYPES[name])) > 1:
+            reason = f"this CPU's {name} matmuls are {factor:.1f}x slower than fp32: to try {name}, allow nothing else"
+            found[name] = f"skipped: {reason}"
+    return found
 
 
 def _runtimes(device: torch.device, allowed: Collection[Precision]) -> Iterator[Candidate]:
@@ -209,9 +241,10 @@ class Trials:
         self, model: nn.Module, example: Any, others: Sequence[Any] = (), image_files: Sequence[str | Path] = (),
         min_agreement: float = 0.99, memory_limit: int | None = None, *, start: float | None = None,
         progress: Callable[[str, float], None] | None = None, check_interrupt: Callable[[], None] = lambda: None,
+        skipped: Mapping[Any, str] | None = None,
     ) -> None:  # fmt: skip
         self.model, self.example, self.image_files = model, example, image_files
-        self.min_agreement, self.memory_limit = min_agreement, memory_limit
+        self.min_agreement, self.memory_limit, self.skipped = min_agreement, memory_limit, skipped or {}
         self.start = time.perf_counter() if start is None else start
         self.progress, self.check_interrupt = progress or (lambda what, seconds: None), check_interrupt
         self.device = device_of_example(example)
@@ -219,43 +252,56 @@ class Trials:
         self.batches = [example, *others]
         self.output, self.reference = expect(model, example, others)
         self.checked: dict[Candidate, Checked] = {}
-        self.took: dict[Candidate, float] = {}  # seconds of preparation, even if it timed out
+        self.original_s = 0.0  # seconds for as many calls of the original as a preparation needs
+        self.built_s, self.typical_s = 0.0, 0.0  # actual and typical seconds of all exports and compilations
+        self._files = tempfile.TemporaryDirectory()  # one ONNX file for all candidates that run it
         self.prepared: dict[Candidate, tuple[Optimized, Samples]] = {}
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
 
     def seconds(self, candidate: Candidate) -> float:
-        """Estimates the preparation time: the longest of similar candidates so far, or a default."""
+        """Estimates the preparation time: typical seconds at the pace so far, and the original's time for calls."""
+        pace = self.built_s / self.typical_s if self.typical_s else 1.0
+        return pace * _build_s(candidate, self._exported()) + self.original_s
 
-        def kind(one: Candidate) -> tuple[object, ...]:
-            return one.engine, one.precision, one.frozen
+    def _exported(self) -> list[str]:
+        given = [AS_FILE, Candidate("openvino")] if isinstance(self.model, OnnxFile) else []
+        return [*(path.name for path in Path(self._files.name).iterdir()), *map(file_name, given)]
 
-        took = [seconds for other, seconds in self.took.items() if kind(other) == kind(candidate)]
-        if isinstance(self.model, OnnxFile) and candidate.precision is None:
-            took.append(OPENING_S)
-        return max(took, default=ENGINE_S[candidate.engine] + self.took.get(ORIGINAL, 0.0))
+    def prepare(self, candidate: Candidate, seconds: float, most_ms: float = math.inf) -> list[float]:
+        """Builds and checks a candidate; returns the ms of its calls except the first.
 
-    def prepare(self, candidate: Candidate, seconds: float) -> None:
-        """Builds and checks a candidate; raises Refused, or OutOfTime after `seconds`."""
+        Raises Refused, also if each call takes longer than `most_ms`, or OutOfTime after `seconds`.
+        """
         self.check_interrupt()
+        if (reason := self.skipped.get(candidate.precision)) is not None:
+            raise Refused(reason)
         self.tell(candidate.name)
         is_original, lossy, begun = candidate == ORIGINAL, candidate.precision is not None, time.perf_counter()
+        typical_s = _build_s(candidate, self._exported())
+        # only in lower precision, the agreement on more batches matters
+        reference = self.reference if lossy else replace(self.reference, outputs=self.reference.outputs[:1])
 
         def start() -> tuple[Optimized, Call, None]:
             what = self.model, self.example, self.output, self.image_files
-            optimized = build(candidate, *what, self.min_agreement)
+            optimized = build(candidate, *what, self.min_agreement, Path(self._files.name))
             return optimized, lambda number: call(optimized, self.batches[number % len(self.batches)]), None
+
+        def watch(calls_s: Sequence[float]) -> None:
+            slowdown = HOPELESS * 1e3 * min(calls_s) / most_ms
+            if min(calls_s) > LONG_S and slowdown > HOPELESS * (2 if len(calls_s) == 1 else 1):
+                raise Refused(f"{slowdown:.1f}x slower than the fastest")
 
         try:
             with contextlib.nullcontext() if is_original else at_most(max(seconds, 1.0)):
-                ready = prepare(candidate, start, self.reference, self.device, float("inf") if lossy else None)
+                ready = prepare(candidate, start, reference, self.device, math.inf if lossy else None, watch)
         except Exception as error:  # a candidate may raise any type; the search continues
             free_memory(self.device)
-            if is_original:
+            if is_original or isinstance(error, Refused):
                 raise
             if isinstance(error, TimeoutError):
-                self.took[candidate] = time.perf_counter() - begun
+                self._learn(typical_s, max(typical_s, time.perf_counter() - begun))
                 raise OutOfTime(str(error)) from None
             raise Refused(_in_words(error)) from None
         verdict, agreement = ready.verdict, 1.0 if ready.agreement is None else ready.agreement
@@ -268,12 +314,19 @@ class Trials:
             del ready
             free_memory(self.device)
             raise Refused(reason)
-        self.took[candidate] = time.perf_counter() - begun
         allowed, first_call_s = None if lossy else verdict.allowed_error, ready.build_s + ready.first_call_s
         self.checked[candidate] = Checked(verdict.max_error, allowed, agreement, first_call_s, peak)
         optimized: Optimized = ready.function
         samples = Samples(lambda number: call(optimized, self.example), self.device, Protocol())
         self.prepared[candidate] = optimized, samples
+        if is_original:
+            self.original_s = CALLS * ready.call_s
+        self._learn(typical_s, first_call_s - ready.call_s)
+        return [1e3 * seconds for seconds in ready.calls_s]
+
+    def _learn(self, typical_s: float, built_s: float) -> None:
+        if typical_s >= QUANTIZE_S:
+            self.built_s, self.typical_s = self.built_s + built_s, self.typical_s + typical_s
 
     def call_ms(self, candidate: Candidate, number: int) -> float:
         """Returns the duration in ms of one call in round `number`; raises Refused if the call fails."""
