@@ -60,6 +60,7 @@ def outcome(model: nn.Module) -> str | None:
     reasons = dict.fromkeys(reason for module in report.skipped for reason in module.reasons)
     unknown = [reason.removesuffix(UNKNOWN) for reason in reasons if reason.endswith(UNKNOWN)]
     texts = [reason for reason in reasons if not reason.endswith(UNKNOWN)]
+    texts += dict.fromkeys(f"fused if called {module.condition}" for module in report.conditional)
     texts += [f"unknown classes: {', '.join(unknown)}"] if unknown else []
     if texts:
         return f"{'partly' if report.fused else 'skipped'}: {'; '.join(texts)}"

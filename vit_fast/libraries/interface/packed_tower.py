@@ -122,8 +122,10 @@ class PackedTower(abc.ABC):
         reasons = [f"{name} must not be given" for name in given if name not in (*OUTPUT_OPTIONS, *IGNORED_OPTIONS)]
         if self.needs_fused:  # the library's own attention does not get the lengths of the images
             layers = (each for each in self.tower.modules() if hasattr(type(each), "function_reasons"))
-            reasons += [reason for layer in itertools.islice(layers, 1) for reason in layer.function_reasons(layer)]
-            reasons += ["output_attentions must not be set"] if kwargs.get("output_attentions") else []
+            own = [reason for layer in itertools.islice(layers, 1) for reason in layer.function_reasons(layer)]
+            if own or kwargs.get("output_attentions"):
+                need = "output_attentions must not be set, and attn_implementation must select plain attention"
+                reasons.append(": ".join([need, *own]))
         return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in options), reasons
 
     def settings(self) -> Options:
