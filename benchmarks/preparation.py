@@ -26,6 +26,7 @@ from torch.autograd import DeviceType
 
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, NOISE, Measure, error_of, size_of
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.export.runtime.runner import ProviderError
 from vit_fast.measure import candidate as measuring
 from vit_fast.measure.candidate import GRAPH_MODES, MEASURES, Candidate, Prepared, Reference, at_most, describe_error
 from vit_fast.measure.clock import Call, begin, synchronize
@@ -220,6 +221,8 @@ def prepare(
             return ready, row
     except UnsupportedInputError as error:
         status, reason = "unsupported", f"{error.what}: {'; '.join(error.reasons)}"
+    except ProviderError as error:
+        status, reason = "unsupported", str(error)
     except Exception as error:
         status = "out of memory" if measuring.is_out_of_memory(error) else "failed"
         reason = describe_error(error)

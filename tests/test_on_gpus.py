@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from vit_fast.apps import verify
 from vit_fast.benchmarks import operators, preparation, runner
 from vit_fast.benchmarks.candidates import CANDIDATES
 from vit_fast.benchmarks.preparation import TrainingStep
+from vit_fast.export.runtime.runner import OnnxRunner, ProviderError
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import ORIGINAL
 from vit_fast.measure.trials import Trials
@@ -159,3 +161,27 @@ def test_compiled_training_compiles_one_graph(gpus: Machine) -> None:
         runner.run(plan("eager+compile", dtypes=["fp32"], train=True, device="cuda", batch_sizes=(1,)))
     )
     assert rows["eager+compile"]["status"] == "measured" and len(gpus.compiled) == 1
+
+
+def test_an_onnx_session_gets_images_on_its_own_gpu(gpus: Machine, exported: Any) -> None:
+    used = []
+
+    class Binding:
+        def __getattr__(self, name: str) -> Any:
+            return lambda value, kind, index, *rest: used.append((kind, index))
+
+    runner = OnnxRunner(exported("plain"), "cpu")
+    runner._bind, runner._gpu = True, torch.device("cuda", 1)
+    runner._session = SimpleNamespace(io_binding=Binding, run_with_iobinding=lambda binding: None)
+    images = torch.zeros(2, runner.in_chans, *runner.image_hw, device="cuda:0")
+    assert runner(images).device == images.device and used == [("cuda", 1)] * 2
+
+
+@pytest.mark.usefixtures("small_ceilings")
+def test_a_missing_provider_is_unsupported(add: Any) -> None:
+    def unavailable(group: Any) -> Any:
+        raise ProviderError("TensorrtExecutionProvider is not available: pip install tensorrt")
+
+    add("without provider", unavailable)
+    (row,) = runner.run(plan("without provider"))["rows"]
+    assert row["status"] == "unsupported" and row["reason"].endswith("pip install tensorrt")

@@ -190,7 +190,8 @@ class OnnxRunner:
         self.max_batch = signature.shape[0] or max_batch
         self._needs_full_batch = signature.shape[0] is not None or cuda_graph
         self._bind = io_binding and kind in ("cuda", "tensorrt")
-        self._graph_device = index if cuda_graph else None
+        self._gpu = torch.device("cuda", index)
+        self._graph_device = self._gpu if cuda_graph else None
         self._graph_buffers: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, images: Any) -> Any:
@@ -214,7 +215,7 @@ class OnnxRunner:
             one = np.zeros((1, *images.shape[1:]), self._signature.dtype)
             return self(torch.from_numpy(one).to(images.device) if is_tensor else one)[:0]
         bound = is_tensor and images.is_cuda and self._bind
-        inputs = images.detach().cpu().numpy() if is_tensor and not bound else images
+        inputs = images.detach().to(self._gpu) if bound else images.detach().cpu().numpy() if is_tensor else images
         size, results = self.max_batch, []
         for start in range(0, len(inputs), size):
             piece = inputs[start : start + size]
@@ -230,7 +231,8 @@ class OnnxRunner:
                 raise ValueError(f"{self.path} does not support images of shape {shape}: {str(error)[:300]}") from error
         if len(results) > 1:
             results = [torch.cat(results) if bound else np.concatenate(results)]
-        return torch.from_numpy(results[0]).to(images.device) if is_tensor and not bound else results[0]
+        found = torch.from_numpy(results[0]) if is_tensor and not bound else results[0]
+        return found.to(images.device) if is_tensor else found
 
     def probabilities(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Returns class probabilities [B, classes] of images; see `prepare` for the preprocessing.
@@ -276,7 +278,7 @@ class OnnxRunner:
             return self._run_on_cuda(images)
         images = np.ascontiguousarray(images)  # torch does not support negative strides
         if self._graph_device is not None:
-            return self._run_on_cuda(torch.from_numpy(images).to(f"cuda:{self._graph_device}")).cpu().numpy()
+            return self._run_on_cuda(torch.from_numpy(images).to(self._graph_device)).cpu().numpy()
         return self._session.run([self._signature.output], {self._signature.input: images})[0]
 
     def _run_on_cuda(self, images: Tensor) -> Tensor:
