@@ -48,14 +48,15 @@ from .search import HOPELESS, OutOfTime, Refused
 
 # Typical seconds to build a candidate, without its calls (two cores of a Zen 3); `Trials.seconds` scales them.
 ENGINE_S = {
-    "torch": 1.0, "compile": 40.0, "reduce-overhead": 45.0, "max-autotune": 150.0, "onnxruntime": 1.0, "openvino": 1.0,
+    "torch": 1.0, "compile": 40.0, "reduce-overhead": 45.0, "max-autotune": 150.0, "onnxruntime": 0.5, "openvino": 1.5,
     "tensorrt": 60.0,
 }  # fmt: skip
 EXPORT_S, QUANTIZE_S = 13.0, 12.0
 CALLS = 6  # of a preparation
 LONG_S = 0.25  # shorter calls are never refused during the check, because other load might explain them
-# Assumed speedup by lower precision, to order the candidates by gain per second.
-PRECISION_GAIN = 2.0
+# Assumed speedup by lower precision, to order the candidates by gain per second. int8 comes after fp32 in ONNX Runtime,
+# because int8 needs the file in fp32 anyway.
+PRECISION_GAIN = 1.8
 # Maximum number of images in the fp64 reference, if each output depends only on its own image.
 MOST_IN_FP64 = 8
 # Assumed rounding error of an fp32 ONNX file, relative to its outputs. An ONNX file cannot run in fp64.
