@@ -213,7 +213,7 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
         lines.append(f"    # as a TensorRT engine: {trtexec_line(replace(info, path=path.name))}")
     lines += ["", "## Files", "", *_markdown(("file", "bytes", "sha256"), hashes), ""]
     with file_aside(card) as aside:
-        aside.write_text("\n".join(lines), encoding="utf-8")
+        aside.write_text("\n".join(lines), encoding="utf-8", errors="backslashreplace")
     return card
 
 

@@ -151,7 +151,7 @@ def _complete(
             raise ValueError(f"class_names must have {vit.num_classes} names, one per class, got {len(names)}")
         vit.class_names = tuple(map(str, names))
     if options.preprocess and vit.data_config is None:
-        raise ValueError(f"data_config must be given for preprocess=True, because {vit.name} has none")
+        raise ValueError(f"data_config must be given for preprocess=True: {vit.no_data_config}")
     if options.output == "probabilities" and not vit.num_classes:
         raise UnsupportedInputError("export of probabilities", [f"{vit.name} has no classification head"])
 
@@ -209,7 +209,7 @@ def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel, who
     on_cpu_only = "verified on a CPU only: on the GPU, check the file with `vit-fast bench --models FILE`"
     in_fp32 = "ONNX Runtime's CPU provider computes fp16 files in fp32: half the size, but no speedup"
     new_operator = "the Attention operator needs TensorRT 10.14 or newer: for older versions, export with opset 22"
-    no_data_config = "the model has no data_config: pass data_config to store the preprocessing in the metadata"
+    no_data_config = f"{vit.no_data_config}: pass data_config to store the preprocessing in the metadata"
     few_images = (
         f"verification used few images ({whole}) and crops of them: pass at least "
         f"{MIN_HELD_OUT + CALIBRATION_IMAGES} images as `calibration` (--calibrate), of which {CALIBRATION_IMAGES} are "

@@ -122,7 +122,7 @@ def check_labeled(folder: Path, vit: ImageModel, options: ExportOptions) -> list
     if options.output == "features" or not vit.num_classes:
         raise UnsupportedInputError("validation", ["the file must output classes, got features"])
     if vit.data_config is None:
-        raise UnsupportedInputError("validation", [f"{vit.name} has no data_config: pass data_config to export_onnx"])
+        raise UnsupportedInputError("validation", [f"{vit.no_data_config}: pass data_config to export_onnx"])
     return labeled_images(folder, vit.num_classes, vit.class_names)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,17 @@ def test_report_and_metadata(tmp_path: Path) -> None:
     assert info.metadata["verification"]["reference"].startswith("eager fp64")
     assert set(info.metadata["versions"]) >= {"vit-fast", "torch", "onnx"}
     assert b"/site-packages/" not in (tmp_path / "m.onnx").read_bytes(), "no path of this machine"
+
+
+def test_unsupported_preprocessing_of_timm_is_reported(tmp_path: Path) -> None:
+    model: Any = make("timm-vit")
+    model.pretrained_cfg = {"mean": (0.1,) * 3, "std": (0.2,) * 3, "crop_mode": "border"}
+    found, reason = recognize(model), "preprocessing is not supported .*crop_mode must be .*'border'"
+    assert found.data_config is None and re.search(reason, found.no_data_config)
+    with pytest.raises(ValueError, match=f"must be given for preprocess=True: .*{reason}"):
+        export_onnx(model, tmp_path / "m.onnx", preprocess=True)
+    report = export_onnx(model, tmp_path / "m.onnx", verify=False)
+    assert any(re.search(reason, warning) for warning in report.warnings)
 
 
 @pytest.mark.fast_cases("given0-18-8")

@@ -131,6 +131,37 @@ def test_errors_are_one_line_and_status_2(models: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("weights", ["m.safetensors", "m.onnx"])
+def test_unreadable_images_are_skipped_and_listed(weights: str, models: Path, tmp_path: Path, capsys: Any) -> None:
+    """As with --out. Also prints names that are not valid UTF-8, of images and of classes."""
+    whole, latin = Path(PHOTO).read_bytes(), os.fsdecode(b"caf\xe9")
+    for place in ("3", latin):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "good.jpg").write_bytes(whole)
+        (tmp_path / place / "bad.jpg").write_bytes(whole[: len(whole) // 2])
+    arguments = ("--weights", str(models / weights), "--device", "cpu")
+    assert run("predict", str(tmp_path), *arguments) == 0
+    captured = capsys.readouterr()
+    bad, uri = f"unreadable image: {tmp_path}/3/bad.jpg: ", f"file://{tmp_path}/caf%E9/"
+    assert captured.out.count("%  digit") == 10 and f"{uri}good.jpg\n" in captured.out
+    assert bad in captured.err and f"unreadable image: {uri}bad.jpg" in captured.err
+    assert captured.err.endswith("4 images, 2 unreadable\n")
+    rows = _json(capsys, "predict", tmp_path, *arguments)
+    assert [(row["image"], len(row["top"]), "truncated" in row.get("error", "")) for row in rows] == [
+        (f"{tmp_path}/3/bad.jpg", 0, True), (f"{tmp_path}/3/good.jpg", 5, False),
+        (f"{uri}bad.jpg", 0, True), (f"{uri}good.jpg", 5, False),
+    ]  # fmt: skip
+    assert run("predict", str(tmp_path / "3" / "bad.jpg"), *arguments) == 2
+    assert "no image can be read" in capsys.readouterr().err
+    (tmp_path / "names.txt").write_text("3\ncaf%E9\n" + "\n".join(map(str, range(10, 18))))
+    labeled = ("evaluate", tmp_path, *arguments, "--classes", tmp_path / "names.txt")
+    content = _json(capsys, *labeled, "--against", models / "m.safetensors")
+    assert (content["images"], len(content["unreadable"])) == (2, 2) and not content["disagreements"]
+    assert [row["class"] for row in content["classes"]] == ["3", "caf%E9"]
+    assert "2 images (2 others are unreadable): top-1 " in _run(capsys, *labeled)
+    assert run(*map(str, labeled), "--device", "x") == 2 and "device must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("weights", ["m.safetensors", "m.onnx"])
 def test_accuracy(weights: str, folder: Path, models: Path, logits: torch.Tensor, tmp_path: Path, capsys: Any) -> None:
     names = tmp_path / "names.txt"
     names.write_text("\n".join(map(str, range(10))))

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from vit_fast.apps import classifiers, prediction
 from vit_fast.apps.data import find_images, load_images, read_image
 from vit_fast.apps.prediction import Predicted, PredictionError, _share, predict_to_parquet
 from vit_fast.errors import MissingPackageError
+from vit_fast.files import encodable
 from vit_fast.model import VisionTransformer
 
 pq = pytest.importorskip("pyarrow.parquet")
@@ -163,6 +165,28 @@ def test_killed_readers_are_replaced_unless_they_always_die(
             assert parts == [*range(4, COUNT, 4), COUNT], "finished parts are not repeated"
     assert not always or _predict(model, folder, out).resumed in (8, 12)
     _check(model, folder, out)
+
+
+def test_names_that_are_not_utf_8(model: Any, folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths of images, also of unreadable ones, and of the output; a resumed run finds them."""
+    latin = folder.rename(folder.with_name(os.fsdecode(b"caf\xe9")))
+    (latin / "00.png").rename(latin / os.fsdecode(b"\xff 1%.png"))
+    (latin / "b\u00e9.png").write_bytes(b"no image")
+    parquet = latin.parent / os.fsdecode(b"\xe8.parquet")
+
+    def interrupt(images: int) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        _predict(model, latin, parquet, on_part=interrupt)
+    done = _predict(model, latin, parquet)
+    assert (done.images, done.resumed, len(done.bad)) == (COUNT + 1, 4, 3)
+    rows = pq.read_table(parquet.rename(out)).to_pylist()
+    assert all(row["path"].startswith("file:///") for row in rows)
+    decoded = [Path(os.fsdecode(unquote_to_bytes(row["path"].removeprefix("file://")))) for row in rows]
+    assert decoded == find_images([latin])
+    assert [row["error"] for row in rows if row["error"]] == [reason for _, reason in done.bad]
+    assert encodable(Path("bé")) == "bé" and encodable(Path("file:///a")) == "file:/a"
 
 
 def test_errors(model: Any, folder: Path, out: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.context
 import os
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from PIL import Image
 
 from vit_fast import VisionTransformer, create_model, load, save
 from vit_fast.apps import training
-from vit_fast.apps.data import load_images, sample_image
+from vit_fast.apps.data import ImageError, load_images, sample_image
 from vit_fast.apps.datasets import open_data
-from vit_fast.apps.trainer import learning_rate_factor, parameter_groups
+from vit_fast.apps.trainer import joined, learning_rate_factor, parameter_groups
 from vit_fast.apps.training import TrainConfig, Trainer, TrainingError, config_for, train
 from vit_fast.weights import WeightsError
 
@@ -214,6 +215,57 @@ def test_two_processes_train_like_one(tmp_path: Path, parallel: str, backend: st
     assert train(resumed, data, together, config, resume=True) == found, "one process can resume the run of two"
     for (name, saved), own in zip(load(together / "model.safetensors").named_parameters(), resumed.parameters()):
         assert torch.equal(saved, own), name
+
+
+def test_unreadable_images_stop_before_the_first_epoch_or_are_skipped(
+    folder: Path, out: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """Also in processes that spawn starts, for validation images, and in a resumed run."""
+    files, whole, latin = sorted(folder.rglob("*.png")), sample_image().read_bytes(), os.fsdecode(b"\xe9.png")
+    files[3].write_bytes(whole[: len(whole) // 2])
+    (files[4].parent / latin).write_bytes(b"no image")
+    data, config = open_data(folder, folder), _settings(epochs=2)
+    monkeypatch.setattr(Trainer, "step", mock.Mock(side_effect=AssertionError))
+    with pytest.raises(
+        ImageError, match=r"(?s)got 4 that are not: .*03.png: .*truncated.*%E9.png: .*on-bad-image skip"
+    ):
+        train(_model(), data, out, config)
+    with pytest.raises(ValueError, match="on_bad_image must be one of 'error', 'skip', got 'ignore'"):
+        train(_model(), data, out, config, on_bad_image="ignore")
+    monkeypatch.undo()
+    assert not out.exists()
+    reasons: list[str] = []
+    monkeypatch.setattr(
+        multiprocessing.context._default_context, "_actual_context", multiprocessing.get_context("spawn")
+    )
+    rows = train(_model(), data, out, config, on_bad_image="skip", workers=1, on_skip=reasons.extend)
+    assert len(reasons) == 4 and len(rows) == 2 and len(data.train) == 25
+    arguments = [
+        "train",
+        str(folder),
+        "--validation",
+        str(folder),
+        "--model",
+        "vit_test",
+        "--out",
+        str(out),
+        "--resume",
+    ]
+    given = ["--epochs", "2", "--batch-size", "8", "--lr", "1e-3", "--device", "cpu"]
+    assert run(*arguments, *given) == 2 and "all images must be readable, got 4" in capsys.readouterr().err
+    assert run(*arguments, *given, "--on-bad-image", "skip") == 0
+    printed = capsys.readouterr().err
+    assert printed.count("unreadable image: ") == 4 and printed.endswith("trained without 4 unreadable images\n")
+    assert run(*arguments, *given[:-1], "cuda:99") == 2 and "device must exist" in capsys.readouterr().err
+
+
+def test_device_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with (
+        pytest.raises(ValueError, match="--device must be auto, cpu or cuda under torchrun, got cuda:1"),
+        joined("ddp", "cuda:1"),
+    ):
+        pass
 
 
 def test_patience_stops_and_saves_the_best_weights(folder: Path, out: Path, monkeypatch: Any) -> None:

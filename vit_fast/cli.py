@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -91,6 +92,8 @@ def _before_every_command(
 def main(args: list[str] | None = None) -> None:
     """Runs the command line. Prints an error as one line and exits with 2, or raises it after `--traceback`."""
     args = list(sys.argv[1:] if args is None else args)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # print names that the encoding of the terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     traceback_wanted = args[:1] == ["--traceback"]
     if traceback_wanted:
         del args[0]

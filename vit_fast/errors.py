@@ -92,9 +92,11 @@ def pair(name: str, value: object) -> tuple[int, int]:
 
 
 def as_device(device: torch.device | str | None) -> torch.device:
-    """Returns a device and checks that it exists; None means torch's default device."""
+    """Returns a device and checks that it exists; None: torch's default device, "auto": cuda if available, or cpu."""
     import torch  # imported here, because it is slow and the command line's help does not need it
 
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         found = torch.get_default_device() if device is None else torch.device(device)
     except (RuntimeError, TypeError):

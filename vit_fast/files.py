@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 _PREFIX = ".vit-fast-partial-"  # does not contain the file name, which may have the maximum length
 
@@ -41,6 +42,19 @@ def folder_aside(path: Path) -> Iterator[Path]:
         yield aside
         aside.chmod(0o755)  # mkdtemp allows access for the owner only
         aside.replace(path)
+
+
+def encodable(path: str | Path) -> str:
+    """Returns a path or a file name as text that UTF-8 can encode, without loss.
+
+    If its bytes are not valid UTF-8, a path becomes a `file:` URI, and a name gets percent escapes. The text of other
+    paths never begins with `file://`.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return path.absolute().as_uri() if isinstance(path, Path) else quote(os.fsencode(path))
+    return str(path)
 
 
 def check_writable(path: Path) -> None:

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..errors import as_device
+from ..files import encodable
 from ..model import VisionTransformer
 from ..weights import create_model, load
 from ..weights.source import open_source
-from .data import ImageError, ImageFolder, batches_of, make_transform, read_image
+from .data import ImageError, ImageFolder, batches_of, make_transform, read_image, reason
 
 BATCH_SIZE, TOP = 32, 5
 
@@ -36,7 +37,7 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
         raise ValueError(f"{weights}: global_pool must not be '', which gives logits per token")
     if model.config.num_classes == 0:
         raise ValueError(f"{weights}: must have a classification head, got num_classes=0")
-    return model.to(as_device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device))
+    return model.to(as_device(device))
 
 
 def class_names_for(count: int, given: Sequence[str] | None, known: Sequence[str] | None) -> Sequence[str]:
@@ -86,14 +87,14 @@ def rows(
         assert isinstance(logits, Tensor) and isinstance(embeddings, Tensor)  # in evaluation mode
         for file, error, row, embedding in zip(paths, errors, logits.double().cpu(), embeddings.float().cpu()):
             if error:
-                yield {"path": str(file), "error": error}
+                yield {"path": encodable(file), "error": error}
                 continue
             if not row.isfinite().all():
                 raise ValueError(f"{file}: the model's logits are not finite")
             probabilities = row.softmax(dim=0).numpy()
             best = int(probabilities.argmax())
             yield {
-                "path": str(file), "label": class_names[best], "index": best,
+                "path": encodable(file), "label": class_names[best], "index": best,
                 "probability": float(probabilities[best]), "probabilities": probabilities,
                 "embedding": embedding.numpy(),
             }  # fmt: skip
@@ -107,7 +108,7 @@ def _read(
         try:
             images[i] = transform(read_image(path))
         except ImageError as error:
-            errors[i] = str(error) if str(path) in str(error) else f"{path}: {error}"
+            errors[i] = reason(path, error)
     return paths, images, errors
 
 
@@ -142,6 +143,7 @@ class Evaluation:
     predicted: np.ndarray  # indices of the most probable classes [N, min(5, classes)], best first
     probabilities: np.ndarray  # of `predicted`
     classes: int
+    unreadable: list[str]  # reasons of the images that are not counted
 
     @property
     def top1(self) -> float:
@@ -172,7 +174,7 @@ class Evaluation:
         """Returns a row per image for which another classifier predicts a different class."""
         return [
             {
-                "image": str(self.files[i]),
+                "image": encodable(self.files[i]),
                 "class": names[self.labels[i]],
                 "predicted": names[self.predicted[i, 0]],
                 "answer": names[self.predicted[i, 0]],  # old name of "predicted"; existing programs read it
@@ -184,19 +186,27 @@ class Evaluation:
         ]
 
 
-def evaluate(labeled: Sequence[tuple[Path, int]], rows: Iterable[Sequence[float] | np.ndarray]) -> Evaluation:
-    """Collects a classifier's probabilities of all classes, one row per image, in the order of `labeled`."""
-    predicted, probabilities, classes = [], [], 0
-    for row in rows:
+def evaluate(labeled: Sequence[tuple[Path, int]], rows: Iterable[Sequence[float] | np.ndarray | str]) -> Evaluation:
+    """Collects a classifier's probabilities of all classes, one row per image, in the order of `labeled`.
+
+    The row of an unreadable image is the reason, and the image is not counted.
+    """
+    predicted, probabilities, counted, bad, classes = [], [], [], [], 0
+    for one, row in zip(labeled, rows, strict=True):
+        if isinstance(row, str):
+            bad.append(row)
+            continue
+        counted.append(one)
         values = np.asarray(row, np.float64)
         classes = len(values)
         best = np.argsort(-values, kind="stable")[:TOP]
         predicted.append(best)
         probabilities.append(values[best])
-    labels = np.array([label for _, label in labeled])
+    labels = np.array([label for _, label in counted])
     if labels.max() >= classes:
         raise ValueError(f"labels must be between 0 and {classes - 1}, got {labels.max()}")
-    return Evaluation([file for file, _ in labeled], labels, np.stack(predicted), np.stack(probabilities), classes)
+    files = [file for file, _ in counted]
+    return Evaluation(files, labels, np.stack(predicted), np.stack(probabilities), classes, bad)
 
 
 def draw_confusion(evaluation: Evaluation, names: Sequence[str], path: Path) -> None:

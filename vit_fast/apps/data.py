@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..config import DataConfig, Size
 from ..errors import VitFastError, check_type
+from ..files import encodable
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -120,6 +121,12 @@ def read_image(path: str | Path) -> Image.Image:
         raise ImageError(f"{path}: cannot be read as an image: {error}") from None
 
 
+def reason(path: Path, error: ImageError) -> str:
+    """Returns the message of an error with the path of the image, as text that UTF-8 can encode."""
+    text = str(error) if str(path) in str(error) else f"{path}: {error}"
+    return text.replace(str(path), encodable(path))
+
+
 def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -> Callable[[Image.Image], Tensor]:
     """Builds timm's evaluation transform: resize, center crop, scale to [0, 1], normalize.
 
@@ -171,7 +178,7 @@ class ImageFolder:
         names = sorted(p.name for p in Path(folder).iterdir() if p.is_dir())
         if len(names) < 2:
             raise ImageError(f"{folder}: must contain at least two subfolders, one per class, got {len(names)}")
-        self.class_names = tuple(names)
+        self.class_names = tuple(map(encodable, names))
         self.files = [(file, label) for label, name in enumerate(names) for file in find_images([Path(folder, name)])]
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from ..errors import MissingPackageError
 from ..model import VisionTransformer
-from .data import ImageError, ImageFolder, make_transform
+from .data import ImageError, ImageFolder, make_transform, reason
 
 _OF_TORCHVISION = {"MNIST": "MNIST/raw", "FashionMNIST": "FashionMNIST/raw", "CIFAR10": "cifar-10-batches-py"}
 _DIGITS = tuple(map(str, range(10)))
@@ -135,6 +135,18 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
             if flip < 0.5 and self.mirror:
                 image = ImageOps.mirror(image)
         return self.transform(image), label
+
+
+def unreadable(indices: Sequence[int], images: PreparedImages) -> list[tuple[int, str]]:
+    """Reads and prepares image files; returns the indices of those that cannot be read, with the reasons."""
+    found = []
+    for index in indices:
+        try:
+            images[index]
+        except ImageError as error:
+            assert isinstance(images.source, ImageFolder)
+            found.append((index, reason(images.source.files[index][0], error)))
+    return found
 
 
 def mixed_seed(*parts: int) -> int:

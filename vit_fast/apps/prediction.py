@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import io
 import itertools
 import json
 import logging
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import MissingPackageError, VitFastError, check_choice
-from ..files import check_replaceable, file_aside
+from ..files import check_replaceable, encodable, file_aside
 from ..model import VisionTransformer
 from ..weights.source import weights_digest
 from .classifiers import BATCH_SIZE, rows
@@ -64,7 +65,8 @@ def predict_to_parquet(
 ) -> Predicted:
     """Writes a Parquet file of one row per image: path, label, index, probability, probabilities, embedding, error.
 
-    The row of an unreadable image contains only path and error. The embedding is the input of the head.
+    A path that is not valid UTF-8 is stored as a `file:` URI. The row of an unreadable image contains only path and
+    error. The embedding is the input of the head.
 
     Args:
         model: A model that pools and has a head. The local engine runs it on its device.
@@ -110,7 +112,7 @@ def predict_to_parquet(
     facts = {
         "model": model.config.to_dict(), "parameters": weights_digest(model),
         "data_config": model.data_config.to_dict(), "class_names": list(class_names), "images": len(files),
-        "files": hashlib.sha256("\0".join(map(str, files)).encode()).hexdigest(), "part": PART,
+        "files": hashlib.sha256("\0".join(map(str, files)).encode(errors="surrogateescape")).hexdigest(), "part": PART,
     }  # fmt: skip
     _begin(parts, json.dumps(facts, indent=2))
     lost: list[str] = []
@@ -121,12 +123,13 @@ def predict_to_parquet(
                 with contextlib.closing(compute(list(itertools.chain(*missing.values())))) as predicted:
                     for name, chunk in list(missing.items()):
                         found = list(itertools.islice(predicted, len(chunk)))
-                        assert [row["path"] for row in found] == list(map(str, chunk))
+                        assert [row["path"] for row in found] == list(map(encodable, chunk))
                         for row in found:
                             if "probabilities" in row:  # pyarrow copies fp32, and converts fp64 one number at a time
                                 row["probabilities"] = np.float32(row["probabilities"])
-                        with file_aside(name) as aside:
-                            pq.write_table(pa.Table.from_pylist(found, schema=schema), aside)
+                        # pyarrow opens only paths that are valid UTF-8
+                        with file_aside(name) as aside, aside.open("wb") as file:
+                            pq.write_table(pa.Table.from_pylist(found, schema=schema), file)
                         del missing[name]
                         on_part(len(files) - sum(map(len, missing.values())))
             except ReaderLostError as error:
@@ -140,10 +143,10 @@ def predict_to_parquet(
             shutil.rmtree(parts, ignore_errors=True)  # there is nothing to resume
 
     bad: list[tuple[str, str]] = []
-    with file_aside(out) as aside, pq.ParquetWriter(aside, schema) as writer:
+    with file_aside(out) as aside, aside.open("wb") as file, pq.ParquetWriter(file, schema) as writer:
         for name in chunks:
             try:
-                table = pq.read_table(name, schema=schema)
+                table = pq.read_table(io.BytesIO(name.read_bytes()), schema=schema)
             except (ValueError, OSError) as error:  # base classes of pyarrow's errors
                 raise PredictionError(f"{name}: damaged: {error}: remove it and re-run the command") from None
             writer.write_table(table)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from ..errors import MAX_SIZE, VitFastError, check_choice, check_integer, check_number, check_type
+from ..errors import MAX_SIZE, VitFastError, as_device, check_choice, check_integer, check_number, check_type
 from ..model import Block, VisionTransformer
 
 
@@ -86,24 +86,36 @@ class Processes(NamedTuple):
         if self.world > 1:
             dist.barrier()
 
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the values of all processes."""
+        found = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(found, value)
+        return found
+
 
 ALONE = Processes()
 
 
 @contextlib.contextmanager
-def joined(strategy: str) -> Iterator[Processes]:
-    """Initializes the process group under torchrun. Free all wrapped models before the context ends."""
+def joined(strategy: str, device: str = "auto") -> Iterator[Processes]:
+    """Initializes the process group under torchrun. Free all wrapped models before the context ends.
+
+    Under torchrun, `device` is "auto", "cpu" or "cuda"; LOCAL_RANK selects the GPU.
+    """
     if strategy not in ("ddp", "fsdp"):
         raise ValueError(f"--parallel must be ddp or fsdp, got {strategy}")
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield ALONE
         return
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device must be auto, cpu or cuda under torchrun, got {device}")
+    kind = as_device(device).type
+    if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     world = dist.get_world_size()
-    mesh = init_device_mesh(device, (world,))
+    mesh = init_device_mesh(kind, (world,))
     try:
         yield Processes(dist.get_rank(), world, strategy, mesh)
     finally:

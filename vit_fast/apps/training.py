@@ -6,9 +6,11 @@ epoch, image and rank, so that runs of several backends can be compared step by 
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,19 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ..errors import check_integer, known_fields
+from ..errors import check_choice, check_integer, known_fields
 from ..files import check_replaceable, file_aside
 from ..model import VisionTransformer
 from ..weights.load import save_tensors
 from ..weights.source import read_file
-from .data import batches_of
-from .datasets import PreparedImages, TrainingData, mixed_seed
+from .data import ImageError, ImageFolder, batches_of
+from .datasets import PreparedImages, TrainingData, mixed_seed, unreadable
 from .trainer import ALONE, Measure, Processes, TrainConfig, Trainer, TrainingError
 
 __all__ = ["TrainConfig", "Trainer", "TrainingError", "train"]
 
 CHECKPOINT, LOG, WEIGHTS = "checkpoint.pth", "log.jsonl", "model.safetensors"
+LISTED, READ_BATCH = 20, 32  # images in an error; images per batch of the check
 Row = dict[str, Any]
 _FORMAT = "vit-fast training 2"
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathers shards
@@ -74,8 +77,10 @@ def train(
     resume: bool = False,
     workers: int = 0,
     processes: Processes = ALONE,
+    on_bad_image: str = "error",
     on_step: Callable[[int, int, int, Measure], None] = lambda epoch, step, steps, measure: None,
     on_epoch: Callable[[Row], None] = lambda row: None,
+    on_skip: Callable[[list[str]], None] = lambda reasons: None,
 ) -> list[Row]:
     """Trains a model, and writes model.safetensors, checkpoint.pth and log.jsonl after each epoch.
 
@@ -88,13 +93,16 @@ def train(
         resume: Continue after the last finished epoch in `out`.
         workers: Additional processes that read images.
         processes: Processes of distributed training. Each process gets a part of every batch; rank 0 writes the files.
+        on_bad_image: "error", or "skip" to train without image files that cannot be read. Before the first epoch, all
+            files are read once.
         on_step: Called with epoch, step, steps per epoch, and the Measure of the step.
         on_epoch: Called with each new row of the log.
+        on_skip: Called before the first epoch with the reasons of the skipped images.
     Returns:
         One row per epoch: epoch, loss, train_accuracy, lr, held_out_loss, accuracy. The training metrics are means over
         the epoch. held_out_loss and accuracy are of the validation images; None without them.
     Raises:
-        ImageError: an image cannot be read.
+        ImageError: images cannot be read and on_bad_image is "error", or no image can be read.
         TrainingError: out contains another run, or the loss is not finite.
         ReaderLostError: a worker was killed; resume the run.
         ValueError: model and data have different numbers of classes, the model does not pool, or a setting is invalid.
@@ -104,21 +112,30 @@ def train(
     if model.config.global_pool == "":
         raise ValueError("global_pool must not be '', which gives logits per token: use a model that pools")
     check_integer("workers", workers, 0)
+    check_choice("on_bad_image", on_bad_image, ("error", "skip"))
     if config.patience and data.held_out is None:
         raise ValueError(f"patience must be 0 without validation images, got {config.patience}")
     if config.batch_size % (processes.world * config.accumulation):
         parts = f"the number of processes times accumulation, {processes.world} x {config.accumulation}"
         raise ValueError(f"batch_size must be a multiple of {parts}, got {config.batch_size}")
+    if not resume and (there := [name for name in (CHECKPOINT, LOG, WEIGHTS) if (out / name).exists()]):
+        raise TrainingError(f"{out}: contains {', '.join(there)} of an earlier run: resume it, or use another folder")
     model.class_names = data.class_names
     images = PreparedImages(data.train, model, augment=config.augment, mirror=data.mirrored, seed=config.seed)
-    about = {"model": model.config.to_dict(), "classes": list(data.class_names), "images": len(data.train)}
+    unseen = None if data.held_out is None else PreparedImages(data.held_out, model)
+    checked = [images] if unseen is None else [images, unseen]
+    reasons = [reason for each in checked for reason in _drop_unreadable(each, workers, processes)]
+    if reasons and (on_bad_image == "error" or not all(map(len, checked))):
+        listed = "; ".join(reasons[:LISTED]) + ("; ..." if len(reasons) > LISTED else "")
+        advice = "replace them, or pass on_bad_image='skip' (--on-bad-image skip)"
+        raise ImageError(f"all images must be readable, got {len(reasons)} that are not: {listed}: {advice}")
+    on_skip(reasons)
+    about = {"model": model.config.to_dict(), "classes": list(data.class_names), "images": len(images)}
     sampler: DistributedSampler[Any] = DistributedSampler(images, processes.world, processes.rank, seed=config.seed)
     loader = DataLoader(images, config.batch_size // processes.world, sampler=sampler, num_workers=workers)
     steps = len(loader)
     trainer = Trainer(model, config, config.epochs * steps, round(config.warmup_epochs * steps), processes)
     rows: list[Row] = _resume(out, trainer, about) if resume else []
-    if not resume and (there := [name for name in (CHECKPOINT, LOG, WEIGHTS) if (out / name).exists()]):
-        raise TrainingError(f"{out}: contains {', '.join(there)} of an earlier run: resume it, or use another folder")
     processes.wait()  # before the first process writes
     check_replaceable(out / CHECKPOINT)
     for epoch in range(len(rows), config.epochs):
@@ -132,8 +149,7 @@ def train(
             measures.append(trainer.step(*batch))
             on_step(epoch, step, steps, measures[-1])
         held_out = None
-        if data.held_out is not None:  # processes with fewer images repeat one of them and do not count it
-            unseen = PreparedImages(data.held_out, model)
+        if unseen is not None:  # processes with fewer images repeat one of them and do not count it
             order: DistributedSampler[Any] = DistributedSampler(unseen, processes.world, processes.rank, shuffle=False)
             validation = DataLoader(unseen, loader.batch_size, sampler=order, num_workers=workers)
             own = len(range(processes.rank, len(unseen), processes.world))
@@ -154,6 +170,21 @@ def train(
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
     model.eval()
     return rows
+
+
+def _drop_unreadable(images: PreparedImages, workers: int, processes: Processes) -> list[str]:
+    """Reads all image files, a part of them in each process; drops the unreadable ones, and returns the reasons."""
+    folder = images.source
+    if not isinstance(folder, ImageFolder):
+        return []
+    own: Any = range(processes.rank, len(folder), processes.world)
+    loader = DataLoader(own, READ_BATCH, num_workers=workers, collate_fn=partial(unreadable, images=images))
+    bad: dict[int, str] = {}
+    for found in processes.gather([each for batch in batches_of(loader) for each in batch]):
+        bad.update(found)
+    images.source = copy.copy(folder)
+    images.source.files = [file for index, file in enumerate(folder.files) if index not in bad]
+    return [bad[index] for index in sorted(bad)]
 
 
 def saved_epoch(rows: list[Row], config: TrainConfig) -> int:

@@ -197,5 +197,5 @@ def report(
 
     page = render({str(path): read_record(path, of_bench=False) for path in records})
     with file_aside(out) as aside:
-        aside.write_text(page, encoding="utf-8")
+        aside.write_text(page, encoding="utf-8", errors="backslashreplace")
     typer.echo(f"wrote {out}")

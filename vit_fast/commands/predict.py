@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,7 +51,8 @@ def predict(
 ) -> None:
     """Classify images: print the most probable classes, or write predictions and embeddings to a Parquet file."""
     from ..apps.classifiers import class_names_for, open_classifier, read_class_names
-    from ..apps.data import find_images
+    from ..apps.data import ImageError, find_images
+    from ..files import encodable
 
     if top_k < 1:
         raise ValueError(f"--top-k must be an integer >= 1, got {top_k}")
@@ -79,23 +80,37 @@ def predict(
         )  # fmt: skip
         for reason in done.lost:
             typer.echo(f"started new workers, because {reason}", err=True)
-        for _, reason in done.bad:
-            typer.echo(f"unreadable image: {reason}", err=True)
+        list_unreadable([reason for _, reason in done.bad])
         resumed = f", {done.resumed} of them from an earlier run" if done.resumed else ""
         typer.echo(f"wrote {out}: {done.images} images{resumed}, {len(done.bad)} unreadable")
         return
     _check_options([weights], model, backend, data_config)
     known, rows = _classify(files, weights, model, backend, device, data_config)
-    results = []
-    for file, probabilities in zip(files, rows):
+    results: list[dict[str, Any]] = []
+    bad: list[str] = []
+    for file, probabilities in zip(files, rows, strict=True):
+        if isinstance(probabilities, str):
+            bad.append(probabilities)
+            results.append({"image": encodable(file), "top": [], "error": probabilities})
+            continue
         names = class_names_for(len(probabilities), given, known)
         best = (-probabilities).argsort(kind="stable")[:top_k].tolist()
         top = [{"index": i, "class": names[i], "probability": float(probabilities[i])} for i in best]
-        results.append({"image": str(file), "top": top})
+        results.append({"image": encodable(file), "top": top})
         if not as_json:
-            typer.echo("\n".join([str(file), *(f"  {row['probability']:7.2%}  {row['class']}" for row in top)]))
+            typer.echo("\n".join([encodable(file), *(f"  {row['probability']:7.2%}  {row['class']}" for row in top)]))
+    if len(bad) == len(files):
+        raise ImageError(f"no image can be read: {'; '.join(bad[:3])}")
     if as_json:
         typer.echo(json.dumps(results, indent=2))
+    list_unreadable(bad)
+    if bad:
+        typer.echo(f"{len(files)} images, {len(bad)} unreadable", err=True)
+
+
+def list_unreadable(reasons: Sequence[str]) -> None:
+    for reason in reasons:
+        typer.echo(f"unreadable image: {reason}", err=True)
 
 
 def _check_options(requested: Sequence[str], model: str | None, backend: str, data_config: Path | None) -> None:
@@ -109,24 +124,22 @@ def _check_options(requested: Sequence[str], model: str | None, backend: str, da
 
 def _classify(
     files: Sequence[Path], weights: str, model: str | None, backend: str, device: str, data_config: Path | None
-) -> tuple[Sequence[str] | None, Iterator[np.ndarray]]:
-    """Opens weights or an ONNX file; returns its class names, and an iterator over the probabilities of each image."""
+) -> tuple[Sequence[str] | None, Iterator[np.ndarray | str]]:
+    """Opens weights or an ONNX file; returns its class names, and an iterator over the probabilities of each image.
+
+    For an unreadable image, the iterator returns the reason.
+    """
     import numpy as np
 
     from ..apps.classifiers import open_classifier, rows
-    from ..apps.data import ImageError, read_image
+    from ..apps.data import ImageError, read_image, reason
     from ..errors import pair
 
     if not weights.endswith(".onnx"):
         opened = open_classifier(weights, model, backend, device)
 
-        def by_weights() -> Iterator[np.ndarray]:
-            for row in rows(opened, files, [""] * opened.config.num_classes):
-                if "error" in row:
-                    raise ImageError(row["error"])
-                yield row["probabilities"]
-
-        return opened.class_names, by_weights()
+        found = rows(opened, files, [""] * opened.config.num_classes)
+        return opened.class_names, (row["error"] if "error" in row else row["probabilities"] for row in found)
 
     from ..export import OnnxRunner
 
@@ -139,11 +152,17 @@ def _classify(
     image_hw = pair("img_size", given.pop("img_size")) if "img_size" in given else None
     runner = OnnxRunner(weights, device, data_config=given or None, image_hw=image_hw)
 
-    def by_onnx() -> Iterator[np.ndarray]:
+    def classify(chunk: Sequence[Path]) -> Sequence[np.ndarray | str]:
+        try:
+            return list(runner.probabilities([read_image(file) for file in chunk]))
+        except ImageError as error:
+            return [reason(chunk[0], error)] if len(chunk) == 1 else [classify([file])[0] for file in chunk]
+
+    def by_onnx() -> Iterator[np.ndarray | str]:
         for start in range(0, len(files), BATCH_SIZE):
             chunk = files[start : start + BATCH_SIZE]
-            for file, row in zip(chunk, runner.probabilities([read_image(file) for file in chunk])):
-                if not np.isfinite(row).all():
+            for file, row in zip(chunk, classify(chunk), strict=True):
+                if not isinstance(row, str) and not np.isfinite(row).all():
                     raise ValueError(f"{file}: the model's logits are not finite")
                 yield row
 
@@ -161,6 +180,7 @@ def evaluate(
     backend: Backend = "auto",
     data_config: DataConfigFile = None,
     confusion: Annotated[Path | None, option("Draw the confusion matrix to this .png, .svg or .pdf file.")] = None,
+    device: Device = "auto",
     as_json: Annotated[
         bool,
         option(
@@ -172,7 +192,7 @@ def evaluate(
     """Measure top-1, top-5 and per-class accuracy of a model on labeled images, or compare it with a second model."""
     from ..apps.classifiers import class_names_for, draw_confusion, labeled_images, read_class_names
     from ..apps.classifiers import evaluate as collect
-    from ..apps.data import ImageFolder
+    from ..apps.data import ImageError, ImageFolder
     from ..files import check_replaceable, file_aside
 
     if confusion is not None:
@@ -183,21 +203,30 @@ def evaluate(
     files = [file for file, _ in ImageFolder(folder).files]
     evaluations: list[Evaluation] = []
     for each in requested:
-        known, rows = _classify(files, each, model, backend, "auto", data_config)
-        first = next(rows)  # its length is the number of classes
-        labeled = labeled_images(folder, len(first), names or known)
-        names = class_names_for(len(first), names, known)
-        evaluations.append(collect(labeled, chain([first], rows)))
+        known, rows = _classify(files, each, model, backend, device, data_config)
+        first = list(islice(rows, 1))
+        while isinstance(first[-1], str) and len(first) < len(files):
+            first.append(next(rows))
+        if isinstance(first[-1], str):
+            raise ImageError(f"{folder}: no image can be read: {'; '.join(map(str, first[:3]))}")
+        count, chosen = len(first[-1]), set(files)
+        labeled = [one for one in labeled_images(folder, count, names or known) if one[0] in chosen]
+        names = class_names_for(count, names, known)
+        evaluations.append(collect(labeled, chain(first, rows)))
+        files = evaluations[0].files  # both models must be measured on the same images
+        if len(evaluations) > 1 and evaluations[-1].unreadable:
+            raise ImageError(evaluations[-1].unreadable[0])
     evaluation, *others = evaluations
     assert names is not None
+    list_unreadable(evaluation.unreadable)
     disagreements = evaluation.disagreements(others[0], names) if others else []
     if as_json:
         summaries = []
         for one in evaluations:
             # "taken for" is the old name of "confused_with"; existing programs read it
             per_class = [row | {"taken for": row["confused_with"]} for row in one.by_class(names)]
-            summaries.append({"images": len(files), "top1": one.top1, "top5": one.top5, "classes": per_class})
-        content = summaries[0] | {"confusion": evaluation.confusion.tolist()}
+            summaries.append({"images": len(one.files), "top1": one.top1, "top5": one.top5, "classes": per_class})
+        content = summaries[0] | {"confusion": evaluation.confusion.tolist(), "unreadable": evaluation.unreadable}
         if others:
             content |= {"against": summaries[1], "disagreements": disagreements}
         typer.echo(json.dumps(content, indent=2))
@@ -211,7 +240,8 @@ def evaluate(
 def _print(evaluations: Sequence[Evaluation], names: Sequence[str], disagreements: Sequence[dict[str, Any]]) -> None:
     evaluation, *others = evaluations
     count = len(evaluation.files)
-    typer.echo(f"{count} images: top-1 {evaluation.top1:.2%}, top-5 {evaluation.top5:.2%}")
+    skipped = f" ({len(evaluation.unreadable)} others are unreadable)" if evaluation.unreadable else ""
+    typer.echo(f"{count} images{skipped}: top-1 {evaluation.top1:.2%}, top-5 {evaluation.top5:.2%}")
     rows = sorted(evaluation.by_class(names), key=lambda row: row["top1"])
     for row in rows[:LISTED]:
         confused = "" if row["confused_with"] is None else f", most often confused with {row['confused_with']}"

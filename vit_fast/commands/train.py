@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..cli import Backend, Side, argument, model_name, option
-from ..errors import MissingPackageError
+from ..cli import Backend, Device, Side, argument, model_name, option
+from ..errors import MissingPackageError, as_device
+from .predict import list_unreadable
 
 if TYPE_CHECKING:
     from ..apps.trainer import Measure
@@ -62,6 +63,10 @@ def train(
     img_size: Side = None,
     backend: Backend = "auto",
     workers: Annotated[int, option("Additional processes that read images.")] = 0,
+    on_bad_image: Annotated[
+        str, option("If images cannot be read: error stops before the first epoch, skip trains without them.")
+    ] = "error",
+    device: Device = "auto",
     parallel: Annotated[str, option("Under torchrun: ddp, or fsdp, which shards the parameters.")] = "ddp",
     tensorboard: Annotated[bool, option("Also write TensorBoard logs to OUT/tensorboard.", "--tensorboard")] = False,
     resume: Annotated[bool, option("Resume the run in --out after its last finished epoch.", "--resume")] = False,
@@ -78,7 +83,8 @@ def train(
     config = training.config_for(model, {"epochs": epochs, "batch_size": batch_size, "lr": lr}, settings or ())
     if tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise MissingPackageError("tensorboard not installed: pip install 'vit-fast[train]'")
-    with joined(parallel) as processes:
+    bad: list[str] = []
+    with joined(parallel, device) as processes:
         first = processes.rank == 0
         with contextlib.ExitStack() as stack:
             on_step = stack.enter_context(_progress(first, config.epochs))
@@ -101,12 +107,17 @@ def train(
             overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
             overrides |= {"num_classes": len(opened.class_names), "drop_path_rate": drop_path}
             torch.manual_seed(config.seed)
-            device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+            place = as_device(device)
             # Do not store the model in a variable: it must be freed before the process group.
             rows = training.train(
-                create_model(model_name(model), weights=weights, backend=backend, device=device, **overrides), opened,
-                out, config, resume=resume, workers=workers, processes=processes, on_step=on_step, on_epoch=on_epoch,
+                create_model(model_name(model), weights=weights, backend=backend, device=place, **overrides), opened,
+                out, config, resume=resume, workers=workers, processes=processes, on_bad_image=on_bad_image,
+                on_step=on_step, on_epoch=on_epoch, on_skip=bad.extend,
             )  # fmt: skip
+    if first:
+        list_unreadable(bad)
+        if bad:
+            typer.echo(f"trained without {len(bad)} unreadable images", err=True)
     if first and rows:
         row = rows[training.saved_epoch(rows, config)]
         if row["accuracy"] is not None:

@@ -33,6 +33,7 @@ class ImageModel:
     attentions: int  # attention layers, including pooling heads
     num_classes: int  # 0 if there is no head
     data_config: DataConfig | None = None  # None if unknown
+    no_data_config: str = "the model has no data_config"  # the reason if it is unknown
     class_names: tuple[str, ...] | None = None  # None if unknown
     config: dict[str, Any] = field(default_factory=dict)  # of the library, as plain data
 

@@ -109,9 +109,11 @@ def recognize(model: Any) -> ImageModel | None:
     if not hasattr(patch_embed, "patch_size") or getattr(patch_embed, "img_size", None) is None:
         problems.append("its patch embedding has no fixed image and patch size")
     raise_unsupported(f"export of timm's {type(model).__name__}", problems)
-    data_config = None
-    with contextlib.suppress(ValueError):
+    data_config, reasons = None, {}
+    try:
         data_config = _data_config(pretrained)
+    except ValueError as error:
+        reasons["no_data_config"] = f"the model's preprocessing is not supported ({error})"
     names = tuple(pretrained.get("label_names") or ())
     return TimmModel(
         model=model, library=NAME, name=str(pretrained.get("architecture") or type(model).__name__),
@@ -120,7 +122,7 @@ def recognize(model: Any) -> ImageModel | None:
         attentions=len(model.blocks) + (getattr(model, "attn_pool", None) is not None),
         num_classes=int(model.num_classes), data_config=data_config,
         class_names=names if names and len(names) == model.num_classes else None,
-        config={name: value for name, value in pretrained.items() if isinstance(value, str | int | float)},
+        config={name: value for name, value in pretrained.items() if isinstance(value, str | int | float)}, **reasons,
     )  # fmt: skip
 
 
