@@ -39,13 +39,14 @@ def test_calls_are_interleaved_in_a_new_order_each_round() -> None:
 
 def test_untimed_calls_outlast_the_threads_of_the_previous_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a simulated CPU, a call is twice as slow for 35 ms after the end of another candidate's call."""
-    now_ms, ended_ms, last = 0.0, -1e9, ""
+    now_ms, ended_ms, returned_ms, last, order = 0.0, -1e9, -1e9, "", ""
 
     def run(name: str, ms: float) -> None:
-        nonlocal now_ms, ended_ms, last
+        nonlocal now_ms, ended_ms, returned_ms, last, order
+        order += name
         if name != last:
-            ended_ms, last = now_ms, name
-        now_ms += 2 * ms if now_ms < ended_ms + 35 else ms
+            ended_ms, last = returned_ms, name
+        now_ms = returned_ms = now_ms + (2 * ms if now_ms < ended_ms + 35 else ms)
 
     monkeypatch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(now_ms * 1e6))
     calls = {name: (lambda _, name=name, ms=ms: run(name, ms)) for name, ms in (("a", 10.0), ("b", 7.0))}
@@ -56,6 +57,17 @@ def test_untimed_calls_outlast_the_threads_of_the_previous_candidate(monkeypatch
     before = now_ms
     time_interleaved({"a": calls["a"]}, CPU, SIX)
     assert now_ms - before <= (SIX.warmup_repeats + SIX.repeats + 4) * 10  # none for a call alone
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_ms
+        now_ms += 1e3 * seconds
+
+    monkeypatch.setattr("vit_fast.measure.clock.time.sleep", sleep)
+    calls |= {"b": lambda _: run("b", 100.0), "c": lambda _: run("c", 300.0)}
+    order = ""
+    timings = time_interleaved(calls, CPU, SIX)
+    assert (timings["a"].ms, timings["b"].ms, timings["c"].ms) == (10, 100, 300)
+    assert order.count("b") == order.count("c") == 2 + 1 + 6, "one untimed call, then an idle wait"
 
 
 def measure(noisy: bool, **others_ms: float) -> list[dict[str, list[float]]]:

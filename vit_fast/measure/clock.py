@@ -1,7 +1,7 @@
 """Times calls interleaved, after warm-up, and compares the timings.
 
 The calls are interleaved, so that clock drift, heat and other processes affect all calls. On a CPU, the host's
-monotonic clock measures a call. Untimed calls precede the timed call (see SETTLE_MS).
+monotonic clock measures a call. Untimed calls or a wait precede the timed call (see SETTLE_MS).
 
 On CUDA, two events measure a call, and the host's time to queue the call is recorded. To measure device time alone, the
 call is queued while the device sleeps for longer than the host needs. The event before the call must still be pending
@@ -36,8 +36,10 @@ Call = Callable[[int], object]
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise torch's profiler writes its progress to stderr
 
 # Duration of the untimed calls. After a call, threads of torch spin for about 10 ms, and threads of ONNX Runtime for
-# 35 ms, which would slow down the next call. An idle wait would let the threads of the next call fall asleep.
-SETTLE_MS = 40.0
+# 35 ms, which would slow down the next call. An idle wait would let the threads of the next call fall asleep. Calls of
+# at least LONG_MS hide this delay, so an idle wait precedes them, which is shorter than an untimed call. On two Zen 3
+# cores (2026-11), the medians of calls of 140 to 210 ms differed by at most 3 %, which is the noise.
+SETTLE_MS, LONG_MS = 40.0, 100.0
 RESAMPLES, CONFIDENCE = 1000, 0.99
 UNRANKABLE = 0.10  # candidates are not ranked if the resolution exceeds this
 SAME, FASTER, SLOWER, UNKNOWN = "no difference", "faster", "slower", "cannot be ranked"
@@ -160,6 +162,9 @@ class Samples(list[float]):
                 self.untimed_ms += max(self._queue.now_ms() - start - self[-1], 0.0)
             return
         untimed_ms = 0.0
+        if self and self[-1] >= LONG_MS:
+            untimed_ms = self._settle_ms
+            time.sleep(untimed_ms / 1e3)
         while untimed_ms < self._settle_ms:
             untimed_ms += self._on_host(number)
         self.untimed_ms += untimed_ms
