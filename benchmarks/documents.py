@@ -38,7 +38,7 @@ def summary(found: Mapping[str, Record]) -> str:
                 continue
             rates = {row["candidate"]: row["images_per_s"] for row in alike}
             best, peer = (f"{format_number(rates[name])} (`{name}`)" for name in (own["candidate"], own["best_peer"]))
-            about = record["machine"]["device"], own["model"], own["dtype"], str(own["batch"])
+            about = record["machine"]["device"], own["model"], own["precision"], str(own["batch"])
             timm = format_number(rates["timm"]) if "timm" in rates else ""
             lines.append(f"| {' | '.join((*about, best, timm, peer, COLUMNS['x best peer'](own)))} |")
             gains += [own["images_per_s"] / rates["timm"]] if timm else []

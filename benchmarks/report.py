@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shlex
 import textwrap
 from collections import Counter, defaultdict
@@ -16,7 +17,7 @@ from vit_fast.measure.clock import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE, format_
 from vit_fast.work import Work
 
 from .preparation import PARTS, REST
-from .records import Record, Row, ceiling_of, damaged, is_bench, is_lower, measured, resolution_of
+from .records import Record, Row, ceiling_of, damaged, is_bench, is_lower, resolution_of
 
 MOST_KERNELS = 8
 MOST_ON_SCREEN = 7  # columns besides the candidate
@@ -27,6 +28,7 @@ class Table(NamedTuple):
     caption: str
     titles: Sequence[str]
     rows: Sequence[Sequence[str]]  # the first cell is a heading
+    bars: Sequence[str] = ()  # HTML attributes of the cells with images/s, which draw a bar
 
 
 def _number(field: str, pattern: str | int = 3) -> Callable[[Row], str]:
@@ -53,7 +55,6 @@ def _ratio(row: Row) -> str:
 
 # Cells of measured rows.
 COLUMNS: dict[str, Callable[[Row], str]] = {
-    "precision": _number("precision", "{}"),
     "images/s": _number("images_per_s"),
     "ms": _number("ms", 4),
     "[p20, p80]": lambda row: f"[{format_number(row['ms_p20'], 4)}, {format_number(row['ms_p80'], 4)}]",
@@ -72,34 +73,34 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "agreement": _number("agreement", "{:.0%}"),
 }
 # On the screen, the most important ones first.
-SCREEN = ("precision", "images/s", "x best peer", "ms", "max error", "agreement", "cold s", "p99 ms", "host ms")
+SCREEN = ("images/s", "x best peer", "ms", "max error", "agreement", "cold s", "p99 ms", "host ms")
 
 
 def groups(record: Record, status: str = "") -> dict[str, list[Row]]:
-    """Returns the rows by group, fastest first, and lower precision last; `status` selects rows."""
+    """Returns the rows by group and precision, fastest first; `status` selects rows."""
     grouped: dict[str, list[Row]] = defaultdict(list)
     for row in record["rows"]:
         if status in ("", row["status"]):
             size = "x".join(map(str, row["img_size"])) + (", data on the host" if row["data"] == "host" else "")
             task = "" if row["task"] == "inference" else ", training"
-            grouped[f"{row['model']}{task}, {row['dtype']}, batch {row['batch']}, {size}"].append(row)
+            precision = f"{row['precision']} (from {row['dtype']})" if is_lower(row) else row["dtype"]
+            grouped[f"{row['model']}{task}, {precision}, batch {row['batch']}, {size}"].append(row)
     for rows in grouped.values():
-        rows.sort(key=lambda row: (is_lower(row), -(row["images_per_s"] or 0)))
+        rows.sort(key=lambda row: -(row["images_per_s"] or 0))
     return grouped
 
 
 def contests(record: Record) -> Iterator[tuple[list[Row], Row | None]]:
-    """Yields the measured rows of a group at full precision, and the best of vit-fast if there is a peer."""
+    """Yields the measured rows of a group and precision, and the best of vit-fast if there is a peer."""
     for rows in groups(record, "measured").values():
-        if alike := [row for row in rows if not is_lower(row)]:
-            yield alike, next((row for row in alike if not row["peer"] and row["best_peer"]), None)
+        yield rows, next((row for row in rows if not row["peer"] and row["best_peer"]), None)
 
 
 def closing(record: Record) -> str:
     """Returns a sentence: vit-fast's fastest candidate relative to the best peer of each group, and a next step."""
     found, next_command, is_ranked = [], command(record), True
     for (fastest, *_), own in contests(record):
-        where = f"({fastest['dtype']}, batch {fastest['batch']})"
+        where = f"({fastest['precision']}, batch {fastest['batch']})"
         if own is None:
             found.append(f"{fastest['candidate']} is the fastest {where}")
         else:
@@ -182,11 +183,9 @@ def command(record: Record) -> str:
     return shlex.join(words)
 
 
-def label(row: Row, *, precision: bool = True) -> str:
-    """Returns the candidate, with notes for lower precision and for data on the host."""
-    notes = [str(row["precision"])] if precision and is_lower(row) else []
-    notes += ["data on the host"] if row["data"] == "host" else []
-    return f"{row['candidate']} ({', '.join(notes)})" if notes else str(row["candidate"])
+def label(row: Row) -> str:
+    """Returns the candidate, with a note for data on the host."""
+    return f"{row['candidate']} (data on the host)" if row["data"] == "host" else str(row["candidate"])
 
 
 def not_measured(record: Record) -> list[str]:
@@ -203,14 +202,13 @@ def not_measured(record: Record) -> list[str]:
     return [f"{', '.join(together)}: {why}" for why, together in names.items()]
 
 
-def _columns(record: Record, width: int | None) -> list[str]:
+def _columns(rows: Sequence[Row], width: int | None) -> list[str]:
     """Returns the columns with any cell; `width` limits them to the most important columns that fit."""
-    rows = measured(record["rows"])
     columns = [title for title, cell in COLUMNS.items() if any(map(cell, rows))]
     if width is None:
         return columns
     shown: list[str] = []
-    left = width - max((len(label(row, precision=False)) for row in rows), default=0) - 2
+    left = width - max((len(label(row)) for row in rows), default=0) - 2
     for title in [title for title in SCREEN if title in columns][:MOST_ON_SCREEN]:
         left -= max(map(len, (title, *map(COLUMNS[title], rows)))) + 3
         if left < 0:
@@ -221,11 +219,14 @@ def _columns(record: Record, width: int | None) -> list[str]:
 
 def tables(record: Record, width: int | None = None) -> Iterator[Table]:
     """Yields a table of measured rows per group, with columns that fit into `width`, then the tables of profiles."""
-    columns = _columns(record, width)
     grouped = groups(record, "measured")
     for title, rows in grouped.items():
-        lines = [[label(row, precision=False), *(COLUMNS[column](row) for column in columns)] for row in rows]
-        yield Table(title, ["candidate", *columns], lines)
+        columns = _columns(rows, width)
+        lines = [[label(row), *(COLUMNS[column](row) for column in columns)] for row in rows]
+        fastest = rows[0]["images_per_s"]
+        shares = ((row["images_per_s"] / fastest, "peer" if row["peer"] else "own") for row in rows)
+        bars = [f'class="bar {kind}" style="--share:{share:.1%}"' for share, kind in shares]
+        yield Table(title, ["candidate", *columns], lines, bars)
     for title, rows in grouped.items():
         if explained := [row for row in rows if row.get("explained")]:
             yield Table(f"Time per part, ms per call: {title}", *_parts(record, explained))
@@ -238,7 +239,7 @@ def tables(record: Record, width: int | None = None) -> Iterator[Table]:
 
 
 def _parts(record: Record, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    matmul = ceiling_of(rows[0]["dtype"], record["ceilings"])
+    matmul = ceiling_of(rows[0]["precision"], record["ceilings"])
     least = rows[0]["explained"]["least"] if matmul else {}
     floors = {part: Work(*w).floor_ms(1, matmul or 0, record["ceilings"]["copy_GB_per_s"]) for part, w in least.items()}
     spent: list[Counter[str]] = [Counter() for _ in rows]
@@ -312,15 +313,24 @@ def _html(part: str | list[str] | Table) -> str:
         return f"<p>{escape(part)}</p>"
     if not isinstance(part, Table):
         return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in part) + "</ul>"
-    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in part.titles)
+    head = "".join(f'<th scope="col">{_breakable(title)}</th>' for title in part.titles)
+    caption = escape(part.caption) + ("; green: vit-fast, gray: other projects" if part.bars else "")
     lines = []
-    for first, *others in part.rows:
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in others)
-        lines.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>\n')
+    for number, (first, *others) in enumerate(part.rows):
+        cells = ""
+        for title, cell in zip(part.titles[1:], others, strict=True):
+            bar = part.bars[number] if part.bars and title == "images/s" else ""
+            interval = 'class="wide"' if "[" in cell else ""
+            cells += f"<td {bar or interval}>{escape(cell)}</td>"
+        lines.append(f'<tr><th scope="row">{_breakable(first)}</th>{cells}</tr>\n')
     return (
-        f'<div class="scroll" tabindex=0><table><caption>{escape(part.caption)}</caption>'
+        f'<div class="scroll" tabindex=0><table><caption>{caption}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>\n{''.join(lines)}</tbody></table></div>"
     )
+
+
+def _breakable(name: str) -> str:
+    return re.sub("([+:])", r"\1<wbr/>", escape(name))
 
 
 def draw(record: Record) -> bytes:

@@ -55,7 +55,7 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(finished: tuple[P
     assert sorted(path.name for path in folder.iterdir()) == FILES
     assert [path.name for path in folder.parent.iterdir()] == ["run"]
     assert str(folder) in printed.replace("\n", "")
-    titles = ("candidate", "precision", "images/s", "ms", "x best peer", "max error", "agreement")
+    titles = ("candidate", "images/s", "ms", "x best peer", "max error", "agreement")
     assert all(word in printed for word in (*titles, "triton", "transformers", "torchvision", "+compile"))
     assert record["configuration"]["images"] == ["0.png", "1.png"]
     assert str(folder) not in (folder / "record.json").read_text()

@@ -49,7 +49,9 @@ def tables_of(page: str) -> list[list[list[str]]]:
 def test_the_page_contains_rows_machine_and_command_loads_nothing_and_escapes_names(record, tmp_path):
     page = report.render({"run": record})
     for made, cells in zip(report.tables(record), tables_of(page), strict=True):
-        assert cells == [list(made.titles), *map(list, made.rows)] and len(cells) > 5
+        assert cells == [list(made.titles), *map(list, made.rows)] and len(cells) > 1
+        assert len(made.bars) == len(made.rows) and "--share:100.0%" in made.bars[0]
+    assert page.count('<td class="bar ') == sum(row["status"] == "measured" for row in record["rows"])
     assert record["machine"]["device"] in page and report.command(record) in html.unescape(page)
     assert not re.search(r"""(src|href)\s*=|@import|url\(|fetch\(|import\(""", page), "it needs no network"
     assert "default-src 'none'" in page
@@ -68,7 +70,7 @@ OPTIMIZE = "vit-fast optimize vit_tiny_patch16_224 --batch 8"
 @pytest.mark.parametrize(
     ("changes", "result", "next_step"),
     [
-        ({"ratio_to_best_peer": 1.234, "verdict": "faster"}, "1.23x onnxruntime (fp32, batch 1), 1.23x", OPTIMIZE),
+        ({"ratio_to_best_peer": 1.234, "verdict": "faster"}, "1.23x onnxruntime (fp32, batch 1), ", OPTIMIZE),
         ({"verdict": "cannot be ranked"}, "not ranked", "on a quiet machine, vit-fast bench "),
         ({"status": "failed"}, "nothing was measured", "vit-fast bench "),
     ],
@@ -99,6 +101,25 @@ def test_the_text_names_resolution_defects_and_what_was_not_measured(record):
     assert "host ms" not in text, "only GPUs have this column"
     record["rows"][1].update(host_ms=11.0, host_bound=True)
     assert re.search(r"\| host ms \|(.*\n)*.*\| 11(\.0)? bound \|", report.markdown(record))
+
+
+def test_rows_of_lower_precision_have_their_own_table_and_best_peer(record):
+    """The committed record is older: it contains the ratio of int8 to a peer in fp32."""
+    stored = next(row for row in json.loads(COMMITTED.read_bytes())["rows"] if row["precision"] == "int8")
+    assert stored["best_peer"] == "openvino" and stored["ratio_to_best_peer"] > 1.5
+    int8 = next(row for row in record["rows"] if row["precision"] == "int8")
+    assert int8["best_peer"] is int8["ratio_to_best_peer"] is None
+    fields = {"candidate": "onnxruntime-int8-dynamic", "peer": True}
+    peer = int8 | fields | {"samples_ms": [2 * ms for ms in int8["samples_ms"]], "images_per_s": 100.0}
+    record["rows"].append(peer)
+    records.finish(record["rows"], record["ceilings"], record["controls"])
+    made = {one.caption: [row[0] for row in one.rows] for one in report.tables(record)}
+    title = "vit_tiny_patch16_224, {}, batch 1, 224x224"
+    assert made[title.format("int8 (from fp32)")] == ["onnxruntime-int8", "onnxruntime-int8-dynamic"]
+    assert "onnxruntime-int8" not in made[title.format("fp32")]
+    assert "2.00x onnxruntime-int8-dynamic (int8, batch 1), " in report.closing(record)
+    line = "| int8 | 1 | 237 (`onnxruntime-int8`) |  | 100 (`onnxruntime-int8-dynamic`) | 2.00 "
+    assert line in documents.summary({"results": record})
 
 
 def test_documents_contain_each_machine_that_may_be_cited(record, tmp_path):
@@ -150,11 +171,11 @@ def test_a_table_fits_any_terminal(width, record):
     record["rows"][0]["candidate"] = "timm+fused+compile:freezing+more"
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
     made, *_ = report.tables(record, width)
-    console.print(table(*made))
+    console.print(table(made.caption, made.titles, made.rows))
     lines = console.file.getvalue().splitlines()
     assert not any("…" in line for line in lines) and max(map(len, lines)) <= width
     assert lines[2].split() == " ".join(made.titles).split()
-    assert made.titles[:3] == ["candidate", "precision", "images/s"] and "x best peer" in made.titles
+    assert made.titles[:2] == ["candidate", "images/s"] and "x best peer" in made.titles
     assert len(made.titles) <= 1 + report.MOST_ON_SCREEN
 
 
@@ -198,8 +219,8 @@ def test_explain_prints_the_time_per_part_beside_its_lower_bound():
         assert ["norms", "aten::native_layer_norm", 2 * config.depth + 1] in [kernel[:3] for kernel in kernels]
         assert kernels == sorted(kernels, key=lambda kernel: -kernel[3])
         kernels[:] = [["linears", "addmm", 9, 3.0], ["attention", "bmm", 4, 1.0], [REST, "cat", 1, 0.5]]
-    _, (_, titles, parts), (_, _, kernels) = report.tables(record)
-    lines = {part: dict(zip(titles, [part, *cells], strict=True)) for part, *cells in parts}
+    _, by_part, longest = report.tables(record)
+    lines = {part: dict(zip(by_part.titles, [part, *cells], strict=True)) for part, *cells in by_part.rows}
     floors = {part: 4 * some.elements / 1e6 for part, some in work(config, 2).items()}  # at 1 GB/s, in ms
     for part, title, cell in (
         ("attention", "floor", f"{floors['attention']:.4g}"), ("sum", "floor", f"{sum(floors.values()):.4g}"),
@@ -207,4 +228,4 @@ def test_explain_prints_the_time_per_part_beside_its_lower_bound():
         ("measured without the profiler", "eager", "6"),
     ):  # fmt: skip
         assert lines[part][title] == cell, part
-    assert ["cat", "sdpa", REST, "1", "0.5"] in kernels and "--explain" in report.render({"run": record})
+    assert ["cat", "sdpa", REST, "1", "0.5"] in longest.rows and "--explain" in report.render({"run": record})

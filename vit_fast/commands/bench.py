@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,7 +49,7 @@ def bench(
         str | None,
         option(
             "Dtypes: fp32, tf32 (GPU only), fp16, bf16. The default is bf16 on a GPU; on a CPU it is fp32, and also "
-            "bf16 if the CPU has bf16 instructions.",
+            "bf16 if the CPU has bf16 instructions and time allows.",
             metavar="A,B",
         ),
     ] = None,
@@ -63,8 +61,9 @@ def bench(
     time_budget: Annotated[
         float | None,
         option(
-            "Time limit of the whole run in seconds, or 0 for no limit. Candidates that would not finish in time are "
-            "skipped. Default: 155 on a CPU, 900 on a GPU, and 0 with --candidates or --seconds."
+            "Time limit in seconds, without start and output, or 0 for no limit and more candidates. Candidates that "
+            "would not finish in time are skipped. Default: 155 on a CPU, 900 on a GPU, and 0 with --candidates or "
+            "--seconds."
         ),
     ] = None,
     seconds: Annotated[float | None, option("Measure each candidate for this many seconds.")] = None,
@@ -74,9 +73,9 @@ def bench(
 ) -> None:
     """Measure images per second of models in vit-fast and other libraries, and verify the outputs.
 
-    A candidate is one way to run a model, e.g. timm+compile. By default, measures ViT-B on a GPU. On a CPU, measures
-    ViT-Ti in about three minutes. Writes record.json, table.md, plot.png and report.html. Exits with 1 if a candidate
-    fails or its output is incorrect, and with 130 after Ctrl-C.
+    A candidate is one way to run a model, e.g. timm+compile. By default, measures ViT-Ti within three minutes on a CPU,
+    and ViT-B with a time limit of 15 minutes on a GPU. Writes record.json, table.md, plot.png and report.html. Exits
+    with 1 if a candidate fails or its output is incorrect, and with 130 after Ctrl-C.
     """
     from rich.markup import escape
 
@@ -132,13 +131,10 @@ def bench(
                     console.print(f"... {step}", **PLAIN)
 
             record = run(configuration, tell, journal)
-        if record["gpu_failed"]:  # continues in a new process
-            command = [sys.executable, "-c", "from vit_fast.cli import main; main()", "bench", "--resume"]
-            os.execv(sys.executable, [*command, str(journal.folder), *(["--json"] if as_json else [])])
         for line in (texts.heading(record), texts.ceilings_line(record), *texts.remarks(record)):
             console.print(line, **PLAIN)
-        for caption, titles, rows in texts.tables(record, console.width):
-            console.print(table(caption, titles, rows))
+        for made in texts.tables(record, console.width):
+            console.print(table(made.caption, made.titles, made.rows))
         for line in texts.not_measured(record):
             console.print(line, **PLAIN)
         files = {
