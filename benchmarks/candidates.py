@@ -10,10 +10,10 @@ import dataclasses
 import difflib
 import functools
 import shlex
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -31,20 +31,18 @@ from vit_fast.model import VisionTransformer
 
 from .models import Group, OutputOf, weights_of
 
-# The most important candidates first. If time runs out, the last candidates are skipped.
-DEFAULT_NAMES = {
-    "cpu": "timm timm+fused+frozen openvino onnxruntime timm+compile:freezing timm+fused+compile:freezing timm+compile"
-    " timm+fused transformers torchvision sdpa eager onnxruntime-int8",
-    "cuda": "eager sdpa sdpa-flash sdpa-cudnn sdpa-efficient triton triton-frozen triton-graphs timm transformers"
-    " torchvision eager+compile sdpa+compile sdpa+compile:max-autotune triton+compile triton+compile:reduce-overhead"
-    " triton+compile:max-autotune timm+compile timm+compile:max-autotune transformers+compile timm+fused"
-    " timm+fused+compile transformers+fused optimized onnxruntime tensorrt torchao-int8+compile triton-fp8"
-    " torchao-fp8+compile",
-}
-# Defaults for other kinds of models (see Model.kind).
+# Default candidates by device or kind of model (see Model.kind), cheap preparations first. Limited runs omit those
+# after "|", and select the faster mode of torch.compile at the first batch size.
 NAMES = {
-    "given": "given given+fused+frozen openvino onnxruntime given+compile:freezing given+fused+compile:freezing"
-    " given+compile given+fused given+fused+compile",
+    "cpu": "timm timm+fused timm+fused+frozen onnxruntime openvino onnxruntime-int8 onnxruntime-int8-dynamic"
+    " timm+compile timm+compile:freezing | timm+fused+compile:freezing transformers torchvision sdpa eager",
+    "cuda": "timm timm+fused timm+fused+frozen triton-graphs onnxruntime triton-fp8 torchao-fp8+compile tensorrt"
+    " timm+compile:reduce-overhead timm+compile:max-autotune | eager sdpa sdpa-flash sdpa-cudnn sdpa-efficient triton"
+    " triton-frozen transformers torchvision eager+compile sdpa+compile sdpa+compile:max-autotune triton+compile"
+    " triton+compile:reduce-overhead triton+compile:max-autotune timm+compile timm+fused+compile transformers+compile"
+    " transformers+fused optimized torchao-int8+compile",
+    "given": "given given+fused given+fused+frozen onnxruntime openvino given+compile given+compile:freezing"
+    " | given+fused+compile:freezing given+fused+compile",
     "onnx": "onnxruntime openvino",
     "block": "eager sdpa triton timm timm+fused",
     "attention": "eager sdpa sdpa-flash sdpa-cudnn sdpa-efficient triton flex flash-attn",
@@ -71,13 +69,17 @@ def parse_candidate(word: str) -> Candidate:
 
 
 def choose(
-    names: Sequence[str] | None, device: torch.device, kind: str = "vit-fast", training: bool = False
-) -> list[Candidate]:
-    """Returns the named candidates, or the default ones for a kind of model (see models.Model) on a device."""
+    names: Sequence[str] | None, device: torch.device, kind: str = "vit-fast", training: bool = False, full: bool = True
+) -> list[Candidate]:  # fmt: skip
+    """Returns the named candidates, or the default ones for a kind of model on a device; see NAMES for `full`."""
     if names is not None:
         return list({candidate.name: candidate for candidate in map(parse_candidate, names)}.values())
-    words = (DEFAULT_NAMES[device.type] if kind == "vit-fast" else NAMES[kind]).split()
-    return [candidate for candidate in map(parse_candidate, words) if candidate.trainable or not training]
+    first, _, others = NAMES[device.type if kind == "vit-fast" else kind].partition("|")
+    found = list(map(parse_candidate, f"{first} {others if full else ''}".split()))
+    if training:
+        return [candidate for candidate in found if candidate.trainable and candidate.compile_mode != "freezing"]
+    bases = () if full else {candidate.base for candidate in found}
+    return [candidate for candidate in found if f"{candidate.base}+frozen" not in bases]  # a frozen copy is faster
 
 
 # The allowed error of lower precision as a share of the largest output; the accuracy rule is for full precision.
@@ -86,6 +88,7 @@ ORT = ("onnx", "onnxscript", "onnxruntime")
 
 Function = Callable[[Tensor], Tensor]
 Builder = Callable[[Candidate, Group], Any]
+Quantizer = Callable[[Path, Path], None]  # takes the fp32 file and the path to write
 
 
 def make(candidate: Candidate, group: Group) -> Function:
@@ -195,7 +198,7 @@ def _build_optimized(candidate: Candidate, group: Group) -> Function:
         return build_candidate(found.candidate, module, example, module(example), ())
 
 
-def _build_file(candidate: Candidate, group: Group) -> Function:
+def _build_file(candidate: Candidate, group: Group, quantizer: Quantizer | None = None) -> Function:
     """Opens the export of the group's model, or the given ONNX file, in the candidate's runtime."""
     from vit_fast.measure.runtimes import open_file
 
@@ -213,25 +216,43 @@ def _build_file(candidate: Candidate, group: Group) -> Function:
     as_file = Candidate(candidate.engine, precision=candidate.precision if fp32 else "bf16" if bf16 else "fp16")
     if path is None:  # exported once for all batch sizes
         one = dataclasses.replace(group, batch_size=1)
-        path = Path(_exported(as_file, one).name) / "model.onnx"
+        path = Path(_exported(as_file, one, quantizer).name) / "model.onnx"
     run = open_file(as_file, path, _images(group), group.model.image_hw)
     return lambda images: run(images if in_openvino else images.float()).to(group.dtype)
 
 
-@functools.lru_cache(maxsize=4)
-def _exported(candidate: Candidate, group: Group) -> tempfile.TemporaryDirectory[str]:
-    """Exports a model to model.onnx in a folder."""
-    from vit_fast.measure.runtimes import write_onnx
+@functools.lru_cache(maxsize=8)
+def _exported(candidate: Candidate, group: Group, quantizer: Quantizer | None) -> TemporaryDirectory[str]:
+    """Exports a model to model.onnx in a folder; int8 files are quantized from the exported fp32 file."""
+    from vit_fast.measure.runtimes import OnnxFile, write_onnx
 
-    if group.model.make is not None:
+    folder = TemporaryDirectory()
+    path, model = Path(folder.name) / "model.onnx", nn.Module()
+    if candidate.precision == "int8":
+        source = Path(_exported(dataclasses.replace(candidate, precision=None), group, None).name) / path.name
+        if quantizer is not None:
+            quantizer(source, path)
+            return folder
+        model = OnnxFile(source, image_hw=group.model.image_hw)
+    elif group.model.make is not None:
         model = group.model.make()
         model = model.model if isinstance(model, OutputOf) else model
     else:  # with the weights rounded to the group's dtype
-        on_cpu = dataclasses.replace(group, device=torch.device("cpu"))
-        model = build(CANDIDATES["sdpa"], on_cpu).float()
-    folder = tempfile.TemporaryDirectory()
-    write_onnx(candidate, model, Path(folder.name) / "model.onnx", _images(group), ())
+        model = build(CANDIDATES["sdpa"], dataclasses.replace(group, device=torch.device("cpu"))).float()
+    write_onnx(candidate, model, path, _images(group), ())
     return folder
+
+
+def _quantize_dynamically(source: Path, path: Path) -> None:
+    """Quantizes the linear layers by ONNX Runtime's own tool in its default format: ranges computed at run time."""
+    import onnx
+    from onnxruntime.quantization import quantize_dynamic
+
+    model, done = onnx.load(source), ("onnx.infer", "onnx.quant.pre_process")
+    del model.graph.value_info[:]
+    onnx.helper.set_model_props(model, dict.fromkeys(done, "onnxruntime.quant"))  # otherwise the tool warns
+    types = {"DefaultTensorType": onnx.TensorProto.FLOAT}  # shape inference fails for operators of ONNX Runtime
+    quantize_dynamic(model, path, op_types_to_quantize=["MatMul"], extra_options=types)
 
 
 def _build_torchao(candidate: Candidate, group: Group) -> nn.Module:
@@ -294,7 +315,12 @@ def _all() -> Iterator[Candidate]:
 
     yield named("onnxruntime", "the model exported to ONNX, in ONNX Runtime", _build_file, **onnx)
     calibrated = onnx | lossy | {"precision": "int8", "peer": False}
-    yield named("onnxruntime-int8", "onnxruntime, static int8 calibrated on an image", _build_file, **calibrated)
+    yield named("onnxruntime-int8", "onnxruntime, vit-fast's int8 calibrated on an image", _build_file, **calibrated)
+    builder, summary = (
+        partial(_build_file, quantizer=_quantize_dynamically),
+        "onnxruntime, int8 by its quantize_dynamic",
+    )
+    yield named("onnxruntime-int8-dynamic", summary, builder, **calibrated | {"peer": True})
     yield named("tensorrt", "onnxruntime with the TensorRT provider", _build_file, **onnx | {"engine": "tensorrt"})
     openvino = onnx | {"engine": "openvino", "packages": (*ORT[:2], "openvino")}
     yield named("openvino", "the model exported to ONNX, in OpenVINO on a CPU", _build_file, **openvino)

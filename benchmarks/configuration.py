@@ -62,9 +62,9 @@ class Configuration:
         return [Group(*one, self.training, self.data, self.device) for one in each]
 
     @property
-    def is_default(self) -> bool:
-        """True for the default candidates: the time budget then limits how many are measured."""
-        return self.request.get("candidates") is None and not self.search
+    def is_limited(self) -> bool:
+        """True if the time budget limits which of the default candidates are measured."""
+        return self.request.get("candidates") is None and not self.search and math.isfinite(self.time_budget_s)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for the record, with the file names of images."""
@@ -163,8 +163,9 @@ def make_configuration(
     protocol = protocol or (LATENCY if latency else PROTOCOLS[kind])
     if seconds is not None:
         protocol = dataclasses.replace(protocol, repeats=sys.maxsize, seconds=seconds)
+    chosen = {m.kind: tuple(choose(candidates, where, m.kind, train, not time_budget_s)) for m in found}
     return Configuration(
-        found, sizes, names, {m.kind: tuple(choose(candidates, where, m.kind, train)) for m in found}, where,
+        found, sizes, names, chosen, where,
         tuple(image_files), time_budget_s or math.inf, protocol,
         training=train, data=data, explain=explain, cold=cold, search=search,
         request=request | {"images": [str(Path(image).absolute()) for image in images], "device": str(where)},

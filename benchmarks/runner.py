@@ -6,9 +6,7 @@ continues. After Ctrl-C, the record contains the rows so far. If the process is 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
 import os
 import re
 import time
@@ -22,28 +20,18 @@ import torch
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate, Prepared, at_most, describe_error, is_out_of_memory
 from vit_fast.measure.clock import Call, Protocol, Samples, time_interleaved
-from vit_fast.version import describe, nvidia_smi
+from vit_fast.version import __version__, describe, nvidia_smi
 
-from . import preparation, records
+from . import records
+from .allocation import FLOOR_LEAST_REPEATS, FLOOR_MS, FLOOR_REPEATS, estimate
 from .configuration import Configuration
 from .models import DTYPES, Group
-from .preparation import RULE, cold_start, make_problem, matmul_precision, prepare
-from .records import Journal, Record, Status, key_of, make_row
+from .preparation import CANDIDATE_SECONDS, OUT_OF_TIME, RULE, cold_start, make_problem, matmul_precision, prepare
+from .records import Journal, Record, Row, Status, key_of, make_row
 
 # The name of the second timing of the fastest full-precision candidate in a group.
 AGAIN = "again"
-# A measurement that ends early is still valid if it has FLOOR_REPEATS repeats, or if it has FLOOR_LEAST_REPEATS repeats
-# that took FLOOR_MS together.
-FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
 ROUNDS_BETWEEN = 5  # rounds between two checks of the noise
-EXPECTED_ROUNDS = 15  # the next candidate is only prepared if this many rounds fit into the time
-# Estimated seconds on two CPU cores to compile a model, by mode, or to export it.
-PREPARING_S = {
-    "none": 0.0, "default": 25.0, "freezing": 10.0, "reduce-overhead": 30.0, "max-autotune": 240.0, "file": 7.0
-}  # fmt: skip
-LEAST_SECONDS = 5.0  # to prepare a candidate when the time is nearly over
-GPU_FAILED = "CUDA failed in this process during"
-OUT_OF_TIME = "out of time: pass --time-budget 0 to measure all"
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
 CEILING_PROTOCOL = Protocol(repeats=50, seconds=0.25, least_repeats=5, warmup_repeats=3)
@@ -66,16 +54,18 @@ def run(
 class _Run:
     def __init__(self, configuration: Configuration, tell: Callable[[str], object], journal: Journal) -> None:
         self.configuration, self.tell, self.journal, self.device = configuration, tell, journal, configuration.device
-        self.start = time.perf_counter()
+        self.start, self.ceilings_s = time.perf_counter(), 0.0
         self.planned = {group: configuration.candidates[group.model.kind] for group in configuration.groups()}
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
 
+    def _left_s(self) -> float:
+        """Returns the seconds until the last measurement of the ceilings."""
+        return self.configuration.time_budget_s - self.elapsed_s() - self.ceilings_s
+
     def record(self) -> Record:
-        configuration, journal, ended = self.configuration, self.journal, ""
-        if not journal.found("about"):
-            journal.add("about", {"configuration": configuration.to_dict(), "correctness_rule": RULE})
+        configuration, journal, interrupted = self.configuration, self.journal, False
         try:
             self._take_ceilings()
             for group in list(self.planned):
@@ -87,46 +77,70 @@ class _Run:
                             self._measure_group(group, remaining)
                     finally:
                         torch.compiler.reset()
-                        with contextlib.suppress(RuntimeError):  # of a GPU that failed
-                            clock.free_memory(self.device)
+                        clock.free_memory(self.device)
                     self._take_ceilings()
         except KeyboardInterrupt:
-            ended = "not started"
+            interrupted = True
             self.tell("interrupted: writing what was measured")
-        except GpuFailed as error:
-            ended = str(error)
-            self.tell(ended)
-        why_not: tuple[Status, str] = ("interrupted", ended) if ended else ("skipped", OUT_OF_TIME)
-        alone = {(key_of(row), row["candidate"]) for row in journal.found("alone")}
+        why_not: tuple[Status, str] = ("interrupted", "not started") if interrupted else ("skipped", OUT_OF_TIME)
         for group in self.planned:
-            missing = [one for one in self._remaining(group) if (group.key, one.name) not in alone]
-            self._refuse(group, missing, *why_not)
+            self._refuse(group, self._remaining(group), *why_not)
         order = [(group.key, candidate.name) for group, found in self.planned.items() for candidate in found]
-        journal.header.setdefault("machine", describe(self.device))
-        found = journal.record(bool(ended))
-        found["rows"].sort(key=lambda row: order.index((key_of(row), row["candidate"])))
-        return found | {"gpu_failed": ended.startswith(GPU_FAILED), "seconds": round(self.elapsed_s(), 1)}
+        rows = sorted(journal.found("row"), key=lambda row: order.index((key_of(row), row["candidate"])))
+        ceilings, controls = best_ceilings(journal.found("ceilings")), journal.found("control")
+        records.finish(rows, ceilings, controls)
+        return {
+            "format": records.FORMAT,
+            "vit_fast": __version__,
+            "machine": journal.header.get("machine") or describe(self.device),
+            "ceilings": ceilings,
+            "controls": controls,
+            "busy": list(dict.fromkeys(reason for control in controls for reason in control["conditions"]["busy"])),
+            "configuration": configuration.to_dict(),
+            "correctness_rule": RULE,
+            "rows": rows,
+            "interrupted": interrupted,
+            "seconds": round(self.elapsed_s(), 1),
+        }
 
     def _refuse(self, group: Group, candidates: Sequence[Candidate], status: Status, reason: str) -> None:
         for candidate in candidates:
             self.journal.add("row", make_row(group, candidate, status, reason))
 
     def _remaining(self, group: Group) -> list[Candidate]:
-        """Returns the planned candidates of a group that have no row yet."""
-        known = {row["candidate"] for row in self.journal.found("row") if key_of(row) == group.key}
-        return [candidate for candidate in self.planned[group] if candidate.name not in known]
+        """Returns the planned candidates of a group that have no row yet; for torch.compile, in the selected mode."""
+        rows = self.journal.found("row")
+        known = {row["candidate"] for row in rows if key_of(row) == group.key}
+        found = [candidate for candidate in self.planned.get(group, ()) if candidate.name not in known]
+        measured = records.measured(self._rows_like(group)) if self.configuration.is_limited else ()
+        modes = {row["candidate"].partition("+compile")[0]: row["compile_mode"] for row in measured}
+        return [one for one in found if one.compile_mode in ("none", modes.get(one.base, one.compile_mode))]
+
+    def _is_optional(self, other: Group, group: Group) -> bool:
+        """Returns True for a later group in a dtype that the user did not name, such as bf16 after fp32."""
+        if self.configuration.request["dtypes"] is not None or any(
+            key_of(r) == other.key for r in self._rows_like(other)
+        ):
+            return False
+        return other.dtype_name != group.dtype_name == self.configuration.dtypes[0]
+
+    def _rows_like(self, group: Group) -> list[Row]:
+        """Returns the rows so far that differ from the group's rows at most in the batch size."""
+        return [row for row in self.journal.found("row") if key_of(row | {"batch": group.batch_size}) == group.key]
 
     def _take_ceilings(self) -> None:
         """Measures the ceilings: before, between and after the groups, because other load lowers them."""
         self.tell("speed of a large matmul and copy (the ceilings)")
         every = [candidate.precision for found in self.configuration.candidates.values() for candidate in found]
         lower = ["bf16"] if "bf16" in every or "amp" in self.configuration.dtypes else []  # amp multiplies in bf16
+        started_s = self.elapsed_s()
         self.journal.add("ceilings", measure_ceilings(self.device, [*self.configuration.dtypes, *lower]))
+        self.ceilings_s = self.elapsed_s() - started_s
 
     def _measure_group(self, group: Group, candidates: Sequence[Candidate]) -> None:
-        """Adds a row for every candidate."""
-        end_s = self._end_s(group)
+        """Adds a row for every candidate, except for modes of torch.compile that are not selected."""
         self.tell(f"{group}: images and the fp64 reference")
+        started_s = self.elapsed_s()
         try:
             problem = make_problem(group, self.configuration.images)
         except Exception as error:  # e.g. a dtype that an operator does not support
@@ -134,37 +148,47 @@ class _Run:
             self._refuse(group, candidates, status, f"in the reference: {describe_error(error)}")
             return
         prepared: dict[str, Prepared] = {}
+        spent_s = {"": self.elapsed_s() - started_s + self.ceilings_s}
+        limited, groups = self.configuration.is_limited, list(self.planned)
+        later = groups[groups.index(group) + 1 :] if limited else []
+        required = [other for other in later if not self._is_optional(other, group)]
+        ran_out = {row["candidate"] for row in self._rows_like(group) if row["reason"] == OUT_OF_TIME}
         for candidate in candidates:
             self.tell(f"{group}: {candidate.name}")
-            round_s = sum(ready.call_s + max(ready.call_s, clock.SETTLE_MS / 1e3) for ready in prepared.values())
-            kind = "file" if candidate.runs_file else candidate.compile_mode
-            # candidates that the user named are prepared even if the estimate does not fit
-            needed_s = EXPECTED_ROUNDS * round_s + (PREPARING_S[kind] if self.configuration.is_default else 0.0)
-            begun = [*group.key, candidate.name]
+            started_s, begun = self.elapsed_s(), [*group.key, candidate.name]
+            others = _other_modes(candidate, prepared) if limited else []
+            _, timing_s, preparing_s = estimate(group, later if others else required, prepared, spent_s)
+            spare_s = self._left_s() - timing_s - preparing_s
             ready = None
             if missing := candidate.missing_packages():
                 row = make_row(group, candidate, "not installed", f"pip install {' '.join(missing)}")
-            elif self.elapsed_s() + needed_s > end_s:
+            elif any(spent_s[name] > spare_s for name in others):
+                continue
+            elif spare_s < 0 or candidate.name in ran_out:
                 row = make_row(group, candidate, "skipped", OUT_OF_TIME)
             elif self.journal.entries.count(("resumed", begun)) > 1:
                 row = make_row(group, candidate, "failed", "the process ended twice while preparing this candidate")
             else:
                 self.journal.add("begun", begun)
-                seconds = max(min(preparation.CANDIDATE_SECONDS, end_s - self.elapsed_s()), LEAST_SECONDS)
-                explained = self.configuration.explain
-                ready, row = prepare(candidate, group, problem, explained=explained, seconds=seconds)
+                limit_s = min(spare_s, CANDIDATE_SECONDS) if limited else CANDIDATE_SECONDS
+                ready, row = prepare(candidate, group, problem, self.configuration.explain, limit_s)
             if ready is not None:
                 prepared[candidate.name] = ready
-                if row["ms"] is not None:  # in case the process ends before all candidates are timed interleaved
-                    self.journal.add("alone", row | {"alone": True})
+                spent_s[candidate.name] = 0.0 if others else self.elapsed_s() - started_s  # later groups use one mode
                 if self.configuration.cold:
                     row.update(cold_start(self.configuration.request, group, candidate.name))
                 continue
-            self.journal.add("row", row)
-            self._check_gpu(candidate.name)
             clock.free_memory(self.device)
+            self.journal.add("row", row)
         self.journal.add("begun", None)  # from here on, no candidate is in preparation
-        self._time(group, prepared, end_s)
+        timing_s, all_timing_s, preparing_s = estimate(group, later, prepared, spent_s)
+        if self._left_s() < all_timing_s + preparing_s:
+            for other in set(later) - set(required):
+                self.tell(f"{other}: left out for lack of time")
+                del self.planned[other]
+            timing_s, all_timing_s, preparing_s = estimate(group, required, prepared, spent_s)
+        share_s = (self._left_s() - preparing_s) * timing_s / all_timing_s if prepared else 0.0
+        self._time(group, prepared, self.elapsed_s() + share_s)
 
     def _time(self, group: Group, prepared: dict[str, Prepared], end_s: float) -> None:
         # at batch size 1, the host's launch time counts, as for a single request
@@ -173,11 +197,10 @@ class _Run:
         while prepared:
             self.tell(f"{group}: timing {len(prepared)} candidates, interleaved")
             conditions = Conditions(self.device)
-            allocated = self.configuration.is_default and math.isfinite(end_s)
-            watch = Watch(prepared, protocol, allocated, lambda: self.elapsed_s() >= end_s)
+            watch = Watch(prepared, protocol, self.configuration.is_limited, lambda: self.elapsed_s() >= end_s)
             add = partial(self._add_timed, group, prepared, watch.best, conditions)
             try:
-                with at_most(preparation.CANDIDATE_SECONDS) as watch.again:
+                with at_most(CANDIDATE_SECONDS) as watch.again:
                     timings = time_interleaved(watch.calls, self.device, protocol, is_done=watch)
             except KeyboardInterrupt:
                 add(watch.timings(), "interrupted")
@@ -185,10 +208,8 @@ class _Run:
             except Exception as error:
                 broken = prepared.pop(watch.running)
                 status: Status = "out of memory" if is_out_of_memory(error) else "failed"
-                without = dict.fromkeys(records.SPEED_FIELDS)
-                broken.row.update(without, status=status, reason=f"during timing: {describe_error(error)}")
+                broken.row.update(status=status, reason=f"during timing: {describe_error(error)}")
                 self.journal.add("row", broken.row)
-                self._check_gpu(broken.candidate.name)
             else:
                 add(timings, "skipped")
                 break
@@ -203,33 +224,20 @@ class _Run:
             control = clock.control(first, again) | {"ms": [first.ms, again.ms], "conditions": conditions.summary()}
             self.journal.add("control", group.about(best) | control)
         for name, ready in prepared.items():
+            others = _other_modes(ready.candidate, prepared) if self.configuration.is_limited else []
+            if any(name in timings and one in timings and timings[one].ms < timings[name].ms for one in others):
+                continue
             if name in timings:
                 records.add_timing(ready.row, timings[name], group)
             else:
-                if ready.row["ms"] is not None:
-                    continue  # the journal contains a row that was timed alone
                 ready.row.update(status=otherwise, reason="timing ended after too few repeats")
             self.journal.add("row", ready.row)
 
-    def _check_gpu(self, name: str) -> None:
-        """Raises GpuFailed if a candidate broke the CUDA context of this process, e.g. by an invalid address."""
-        if self.device.type == "cuda":
-            try:
-                torch.ones(1, device=self.device).item()
-            except RuntimeError as error:
-                raise GpuFailed(f"{GPU_FAILED} {name}: {describe_error(error)}") from None
 
-    def _end_s(self, group: Group) -> float:
-        """Returns the time to stop a group. In a default run, the remaining groups share the time equally."""
-        budget_s, now_s = self.configuration.time_budget_s, self.elapsed_s()
-        if not self.configuration.is_default:
-            return budget_s
-        keys = [one.key for one in self.planned]
-        return now_s + (budget_s - now_s) / (len(keys) - keys.index(group.key))
-
-
-class GpuFailed(Exception):
-    """No more CUDA calls are possible in this process; another process can resume the run."""
+def _other_modes(candidate: Candidate, prepared: Mapping[str, Prepared]) -> list[str]:
+    """Returns the prepared candidates that differ only in their mode of torch.compile."""
+    alike = [name for name, ready in prepared.items() if ready.candidate.base == candidate.base != name]
+    return [name for name in alike if name != candidate.name] if candidate.compile_mode != "none" else []
 
 
 class Watch:
@@ -306,6 +314,16 @@ def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[
         "matmul_TFLOP_per_s": {name: matmul(name) for name in dict.fromkeys(dtypes)},
         "matmul_size": size,
     }
+
+
+def best_ceilings(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the highest of repeated ceilings, because other processes only lower them."""
+    if not measured:
+        return {}
+    names = dict.fromkeys(name for each in measured for name in each["matmul_TFLOP_per_s"])
+    matmul = {name: max(each["matmul_TFLOP_per_s"].get(name, 0.0) for each in measured) for name in names}
+    copy = max(each["copy_GB_per_s"] for each in measured)
+    return measured[0] | {"copy_GB_per_s": copy, "matmul_TFLOP_per_s": matmul, "taken": len(measured)}
 
 
 class Conditions:

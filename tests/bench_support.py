@@ -72,6 +72,15 @@ class NoisyClock:
         self.now_s += seconds
         return seconds
 
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def perf_counter_ns(self) -> int:
+        return int(self.now_s * 1e9)
+
 
 def breaking(
     error: Callable[[], None], after: int = 9, above: int = 0

@@ -53,6 +53,7 @@ def reason_of(candidate: Candidate, group: Group, images: Tensor, expected: Refe
     [
         *itertools.product(("eager", "sdpa", "timm", "transformers", "torchvision"), HALF),
         ("onnxruntime", "fp32"),
+        ("onnxruntime-int8-dynamic", "fp32"),
         pytest.param("onnxruntime-int8", "fp32", marks=pytest.mark.slow),
         pytest.param("openvino", "fp32", marks=pytest.mark.slow),
         pytest.param("openvino", "bf16", marks=pytest.mark.slow),
