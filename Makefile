@@ -3,7 +3,7 @@
 #   make test        run the fast tests: less than five minutes on two idle cores (GPU tests are skipped without a GPU)
 #   make test-full   run all tests; make test-changed: only those that the changed folders require
 #   make test-oldest test the oldest supported versions: compile, export, launches, public API, a tenth of the rest
-#   make test-newest the same with the newest versions that pip finds, and a case of each kernel test on the PTX emulator
+#   make test-newest the same with the newest versions that pip finds, and each kernel on the PTX emulator
 #   make test PYTHON=python3.12 VENV=.venv-3.12
 #                    run the fast tests with another version of Python
 #   make gpu-check   check and measure a CUDA machine, offline; OUT=folder for the records

@@ -7,7 +7,7 @@ Without a file, all tests of kernels run. Needs g++; see tests/emulator/README.m
     (none)      all but tests that are marked slow
     --share     the cases of `make test`, and of the others every fifth: the architectures of ARCHS run all of them;
                 --seed S deals them out differently
-    --versions  the first case of each test that is not marked slow, as in `make test-newest`
+    --versions  cases with each parameter value, without tests marked slow, as in `make test-newest`
     --slow      all of them
 """
 

@@ -37,15 +37,18 @@ class Item:
     case: str
     schedule: str
     path: str = "tests/test_kernel.py"
+    name: str = ""
 
     @property
     def callspec(self) -> Any:
-        return SimpleNamespace(id=f"{self.schedule}-{self.case}", params={"schedule": self.schedule})
+        return SimpleNamespace(params={"schedule": self.schedule, "dtype": self.case[:4], "gated": self.case[4:]})
 
 
-def test_first_case_of_each_test() -> None:
-    items = [Item(*values) for values in product(("test_a", "test_b"), ("fp16", "bf16"), ("fixed", "random"))]
-    assert tiers.first_cases(items) == {item for item in items if item.case == "fp16"}
+def test_each_value_in_each_test() -> None:
+    cases = ("fp16", "bf16", "fp16gated", "bf16gated")
+    items = [Item(*values) for values in product(("test_a", "test_b"), cases, ("fixed", "random"))]
+    kept = tiers.each_value(items)
+    assert {item.case for item in kept} == {"fp16", "bf16gated"} and len(kept) == 8
 
 
 def test_folders_and_slow_tests_are_listed() -> None:

@@ -75,10 +75,15 @@ def _left_out(cases: Sequence[pytest.Function]) -> Iterator[pytest.Item]:
         return
     strength = 2 if first.get_closest_marker("pairwise") else 1 if first.get_closest_marker("each_value") else 0
     if strength:
-        values = [frozenset(_values(item).items()) for item in cases]
-        several = list(dict.fromkeys(values))
-        chosen = {several[position] for position in covering([dict(case) for case in several], strength)}
-        yield from (item for item, case in zip(cases, values, strict=True) if case not in chosen)
+        yield from _uncovering(cases, strength)
+
+
+def _uncovering(cases: Sequence[pytest.Function], strength: int) -> Iterator[pytest.Item]:
+    """Yields the cases that `covering` does not choose."""
+    values = [frozenset(_values(item).items()) for item in cases]
+    several = list(dict.fromkeys(values))
+    chosen = {several[position] for position in covering([dict(case) for case in several], strength)}
+    yield from (item for item, case in zip(cases, values, strict=True) if case not in chosen)
 
 
 def left_out(items: Sequence[pytest.Item], *, cases: bool = True) -> set[pytest.Item]:
@@ -97,10 +102,12 @@ def share(items: Sequence[pytest.Item], number: int, of: int) -> set[pytest.Item
     return {item for item, name in zip(items, names, strict=True) if places[name] % of == number % of}
 
 
-def first_cases(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Returns the first case of each test function, with all schedules."""
-    firsts: dict[tuple[object, str], str] = {}
-    return {item for item in items if firsts.setdefault(_function(item), _id(item)) == _id(item)}
+def each_value(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Returns a small set of cases of each test function that contains every parameter value, with all schedules."""
+    found = set(items)
+    for _, group in groupby(items, key=_function):
+        found.difference_update(_uncovering([item for item in group if hasattr(item, "callspec")], 1))
+    return found
 
 
 def _function(item: pytest.Item) -> tuple[object, str]:

@@ -43,10 +43,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("slow"):
         return
-    left_out = tiers.left_out(items, cases=config.getoption("share"))
+    versions = config.getoption("versions")
+    left_out = tiers.left_out(items, cases=config.getoption("share") and not versions)
     kept = set(items) - left_out
-    if config.getoption("versions"):
-        kept = tiers.first_cases([item for item in items if item in kept])
+    if versions:
+        kept = tiers.each_value([item for item in items if item in kept])
     elif config.getoption("share"):
         number = ARCHS.index(os.environ["VIT_FAST_EXECUTE"]) + config.getoption("seed")
         kept |= tiers.share([item for item in items if item in left_out], number, len(ARCHS))
