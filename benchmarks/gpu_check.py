@@ -1,27 +1,34 @@
-"""`make gpu-check`: the most important tests and measurements on a GPU, without network, within eight minutes.
+"""`make gpu-check`: the most important tests and measurements on a GPU, without network, within a given time.
 
-    python -m vit_fast.benchmarks.gpu_check --out DIR [--parts attention,models]
+    python -m vit_fast.benchmarks.gpu_check --out DIR [--minutes 10] [--parts attention,models]
     python -m vit_fast.benchmarks.gpu_check --dry-run
 
 Requires torch, triton, numpy, pillow, matplotlib, pytest and hypothesis. Skips candidates of other missing libraries.
 
-A job runs pytest, or some run configurations of `vit-fast bench`, in a separate process. The most important jobs come
-first. A job is skipped if its time limit exceeds the time left. DIR/summary.json contains the outcome of each job, and
-DIR/JOB the records. Run `vit-fast report DIR/*/*/` to write an HTML page of the records.
+A job runs pytest, or some run configurations of `vit-fast bench`, in a separate process. A benchmark first compiles its
+kernels in parallel processes. The most important jobs come first. Every row is written when it is measured. If a
+process of a benchmark ends early, e.g. because a kernel broke its CUDA context, another process resumes it.
+DIR/summary.json contains the outcome of each job, DIR/JOB the records, and DIR.tar.gz all files. The next run replaces
+the record of a job when the job ended well; until then, its files are in DIR/JOB.new. At the end, DIR/model.txt
+compares the kernels of a block with the estimates of `vit-fast kernels --model`. Run `vit-fast report DIR/*/*/` to
+write an HTML page of the records, also of unfinished ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,15 +39,21 @@ import torch
 
 from vit_fast.files import file_aside
 from vit_fast.measure.clock import Protocol
+from vit_fast.ops.backends import compile_launches, interpreter_is_active, triton_unavailable_reasons
 from vit_fast.version import describe
 
-from .configuration import make_configuration
-from .records import RECORD_NAME, Journal, Row, read_record, to_json
+from .candidates import make
+from .configuration import Configuration, make_configuration
+from .records import JOURNAL_NAME, PARTIAL, RECORD_NAME, Journal, Row, read_record, to_json
 from .report import markdown
 from .runner import run
 
-TOTAL_SECONDS = 480
+MINUTES = 10.0  # default, and the sum that the time limits of the important jobs are planned for
+LEAST_S = 20.0  # no job starts with less time left
+END_S = 10.0  # time limit for a killed process to end
+RESERVED_S = 30.0  # for the comparison at the end
 ROOT = Path(__file__).resolve().parent.parent
+LOG, MODEL_JOB = "log.txt", "ViT-B kernels"
 SPARE_S = 5.0  # part of a job's limit, reserved to finish the last measurement
 PROTOCOL = Protocol(repeats=50, seconds=0.3, least_repeats=10, warmup_repeats=3, warmup_seconds=0.1)
 Found = dict[str, Any]
@@ -56,41 +69,58 @@ class Job:
     tests: tuple[str, ...] = ()
     runs: tuple[dict[str, Any], ...] = ()
 
-    def command(self, folder: Path) -> list[str]:
+    def command(self, folder: Path, limit_s: float) -> list[str]:
         if not self.tests:
-            code = f"from {__spec__.name} import measure; measure({self.name!r}, {str(folder)!r}, {time.time()})"
-            return [sys.executable, "-c", code]
+            arguments = self.name, str(folder), time.time() + limit_s - SPARE_S
+            return [sys.executable, "-c", f"from {__spec__.name} import measure; measure(*{arguments!r})"]
         # kernel_execution skips tests of exact fp32 matmuls
         options = ["-v", "-rf", "-o", "addopts=--import-mode=importlib", "--noconftest", "-p", "no:cacheprovider"]
         return [sys.executable, "-m", "pytest", *options, "-p", "kernel_execution", *self.tests]
 
 
 def perform(job: Job, folder: Path, limit_s: float) -> Found:
-    """Runs a job in a process, and prints its tables; returns the outcome. The output goes to log.txt in the folder."""
-    shutil.rmtree(folder, ignore_errors=True)  # removes an earlier run
-    folder.mkdir(parents=True)
-    log, problem = folder / "log.txt", None
+    """Runs a job in processes, and prints its tables; returns the outcome. The output goes to log.txt in the folder."""
+    new, end = folder.with_name(folder.name + ".new"), time.monotonic() + limit_s
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    problem, written = "", -1
+    # resume as long as the processes that end early write more rows
+    while written < (written := sum(path.stat().st_size for path in new.glob(f"*/{JOURNAL_NAME}"))):
+        problem = _run(job, new, end - time.monotonic())
+        if job.tests or not problem or "timed out" in problem:
+            break
+    found: Found = {"outcome": problem or "passed"}
+    if job.tests:
+        *_, last = ["", *(new / LOG).read_text(errors="replace").splitlines()]
+        found["tests"] = last.strip("= ")
+    else:
+        records = [read_record(path) for path in sorted(new.glob("*/")) if any(path.iterdir())]
+        print(*map(markdown, records), sep="\n")
+        found["outcome"] = problem or outcome_of([row for record in records for row in record["rows"]])
+    if found["outcome"] in ("passed", "measured") or not folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        new.replace(folder)
+    return found
+
+
+def _run(job: Job, folder: Path, limit_s: float) -> str:
+    """Runs a process of a job, which ends with this process; returns why it failed, or an empty text."""
     folders = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    with log.open("wb") as file:
+    with (folder / LOG).open("ab") as file:
         child = subprocess.Popen(
-            job.command(folder), cwd=ROOT, env=os.environ | {"PYTHONPATH": folders}, stdout=file, stderr=file,
+            job.command(folder, limit_s), cwd=ROOT, env=os.environ | {"PYTHONPATH": folders}, stdout=file, stderr=file,
             start_new_session=True,
         )  # fmt: skip
         try:
-            if status := child.wait(limit_s):
-                problem = f"failed: exit status {status}; see {log.name}"
+            status = child.wait(max(limit_s, 0.0))
+            return f"failed: exit status {status}; see {LOG}" if status else ""
         except subprocess.TimeoutExpired:
-            problem = f"failed: timed out after {limit_s:.0f} s; see {log.name}"
+            return f"failed: timed out after {limit_s:.0f} s; see {LOG}"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)  # also ends its child processes
-            child.wait()
-    if job.tests:
-        *_, last = ["", *log.read_text(errors="replace").splitlines()]
-        return {"outcome": problem or "passed", "tests": last.strip("= ")}
-    records = [read_record(path) for path in sorted(folder.glob("*/" + RECORD_NAME))]
-    print(*map(markdown, records), sep="\n")
-    return {"outcome": problem or outcome_of([row for record in records for row in record["rows"]])}
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a process in a driver call may never end
+                child.wait(END_S)
 
 
 def outcome_of(rows: Sequence[Row]) -> str:
@@ -99,21 +129,57 @@ def outcome_of(rows: Sequence[Row]) -> str:
     return "no time left" if all(row["status"] in ("skipped", "interrupted") for row in rows) else "measured"
 
 
-def measure(name: str, folder: str, start: float) -> None:
-    """Measures the runs of a job that began at time.time() = `start`, and writes their records into `folder`."""
+def measure(name: str, folder: str, end: float) -> None:
+    """Measures the runs of a job until time.time() = `end`, and writes their records into `folder`.
+
+    Resumes the runs of an earlier process. Exits with 1 if CUDA failed, so that another process can resume.
+    """
     job = next(job for job in JOBS if job.name == name)
     for number, request in enumerate(job.runs):
-        left_s = job.limit_s - SPARE_S - (time.time() - start)  # imports take seconds
-        configuration = make_configuration(**request, protocol=PROTOCOL, time_budget_s=max(left_s, 1.0))
-        journal = Journal.begin(Path(folder, str(number)), configuration.request, describe(configuration.device))
-        journal.finish({RECORD_NAME: to_json(run(configuration, journal=journal))}, keep=False)
+        path = Path(folder, str(number))
+        if path.exists():  # finished by an earlier process
+            continue
+        configuration = make_configuration(**request, protocol=PROTOCOL, time_budget_s=max(end - time.time(), 1.0))
+        if path.with_name(f"{number}{PARTIAL}").exists():
+            journal = Journal.resume(path)
+        else:
+            journal = Journal.begin(path, configuration.request, describe(configuration.device))
+        compile_kernels(configuration)
+        configuration = dataclasses.replace(configuration, time_budget_s=max(end - time.time(), 1.0))
+        record = run(configuration, journal=journal)
+        if record["gpu_failed"]:
+            sys.exit(1)
+        journal.finish({RECORD_NAME: to_json(record)}, keep=False)
+
+
+def compile_kernels(configuration: Configuration) -> None:
+    """Compiles the kernels of all candidates with backend triton in parallel processes; see kernels/precompile.py."""
+
+    def call_each() -> None:
+        for group in configuration.groups():
+            shape = (group.batch_size, *group.model.shape)
+            images = torch.zeros(shape, dtype=group.dtype, device=group.device, requires_grad=group.training)
+            for candidate in configuration.candidates[group.model.kind]:
+                if "triton" in (candidate.attention, candidate.base) and not candidate.graphs:
+                    with contextlib.suppress(Exception):  # the run reports it
+                        model: Any = make(candidate, group)
+                        with torch.set_grad_enabled(group.training):
+                            output = model.requires_grad_(group.training)(images)
+                        if group.training:
+                            output.sum().backward()
+
+    with torch.autograd.set_multithreading_enabled(False):  # run backward in this thread, which collects kernels
+        if not triton_unavailable_reasons(configuration.device) and not interpreter_is_active():
+            with contextlib.suppress(RuntimeError):  # a kernel does not compile: the run reports it
+                compile_launches(call_each, None)
 
 
 def bench(
-    part: str, name: str, limit_s: float, models: Sequence[str], candidates: str, *batches: int, train: str = ""
-) -> Job:
+    part: str, name: str, limit_s: float, models: Sequence[str], candidates: str, *batches: int, train: str = "",
+    explain: bool = False,
+) -> Job:  # fmt: skip
     """Returns a job that measures inference with `candidates` and training with `train`, in bf16."""
-    request = {"models": list(models), "batch_sizes": list(batches), "dtypes": ["bf16"]}
+    request = {"models": list(models), "batch_sizes": list(batches), "dtypes": ["bf16"], "explain": explain}
     each = [(candidates, False), (train, True)]
     return Job(part, name, limit_s, (), tuple(request | {"candidates": c.split(), "train": t} for c, t in each if c))
 
@@ -139,23 +205,26 @@ _LARGER = ("attention:577x16x64", "attention:257x16x80", "attention:729x16x72", 
 _OTHERS = ("attention:196x12x64", "attention:197x6x64", "attention:197x16x64", "mlp:197x1024x4096", "mlp:197x384x1536")
 _RIVALS = "triton sdpa-cudnn sdpa-flash sdpa-efficient"
 
+_OURS = "triton triton-frozen triton-graphs"
 # The most important first.
 JOBS: tuple[Job, ...] = (
-    Job("tests", "tests, first", 60, ("-k", _FIRST, "tests/test_attention_kernel.py", "tests/test_mlp_kernels.py")),
-    bench("attention", "attention", 75, [_ATTENTION], _RIVALS, 256, train=_RIVALS),
-    bench("mlp", "mlp", 65, [_MLP], "triton eager", 256, train="triton eager"),
-    bench("models", "ViT-B", 95, [_VIT_B], "triton triton-frozen triton-graphs sdpa timm", 256, 1),
-    bench("models", "ViT-B training", 50, [_VIT_B], "", 128, train="triton sdpa timm"),
-    bench("models", "ViT-B compiled", 100, [_VIT_B], "triton timm+compile:reduce-overhead", 256, 1),
-    bench("models", "ViT-B training compiled", 100, [_VIT_B], "", 128, train="triton timm+compile"),
+    Job("tests", "one test per kernel", 60,
+        ("-k", _FIRST, "tests/test_attention_kernel.py", "tests/test_mlp_kernels.py")),
+    Job("tests", "graphs", 50, ("-k", "captured_graphs or follow_the_weights", "tests/test_runtime.py")),
+    bench("models", "ViT-B", 150, [_VIT_B], f"timm {_OURS} timm+compile", 256, 8, 1),
+    bench("attention", "attention", 60, [_ATTENTION], _RIVALS, 256, train=_RIVALS),
+    bench("models", "block", 40, [f"block:{_VIT_B}"], "triton eager timm", 256, train="triton timm"),
+    bench("mlp", "mlp", 50, [_MLP], "triton eager", 256, train="triton eager"),
+    bench("models", "ViT-B training", 100, [_VIT_B], "", 128, train="triton sdpa timm timm+compile"),
+    bench("models", "ViT-L, also in FP8", 70, [_VIT_L], "triton-frozen triton-fp8 timm torchao-fp8+compile", 128),
+    bench("models", MODEL_JOB, 40, [_VIT_B], "triton-frozen", 256, 8, 1, explain=True),
+    Job("tests", "tests that need a GPU", 80, (*_PARALLEL, "-m", "gpu", *(_GPU_FILES or ["tests"]))),
     bench("mlp", "mlp compiled", 80, [_MLP, f"{_MLP}:gelu_tanh"], "triton eager+compile cublaslt",
           256, train="triton eager+compile"),
     bench("models", "ViT-S", 35, [_VIT_S], "triton-frozen sdpa timm", 128),
-    bench("models", "ViT-L, also in FP8", 55, [_VIT_L], "triton-frozen triton-fp8 torchao-fp8+compile sdpa timm", 128),
-    Job("tests", "tests that need a GPU", 80, (*_PARALLEL, "-m", "gpu", *(_GPU_FILES or ["tests"]))),
-    Job("tests", "tests of the MLP, compiled", 80, (*_PARALLEL, "-k", _MLP_TESTS, *map("tests/{}".format, _MLP_FILES))),
     Job("tests", "tests of attention, compiled", 60,
         (*_PARALLEL, "-k", _ATTENTION_TESTS, "tests/test_attention_kernel.py")),
+    Job("tests", "tests of the MLP, compiled", 80, (*_PARALLEL, "-k", _MLP_TESTS, *map("tests/{}".format, _MLP_FILES))),
     bench("models", "fused models", 45, [_VIT_B], "timm timm+fused transformers transformers+fused", 256),
     bench("attention", "FlexAttention", 45, [_ATTENTION, _LARGER[0]], "triton flex flash-attn", 256),
     bench("attention", "larger attention", 75, _LARGER, _RIVALS, 32, train=_RIVALS),
@@ -166,26 +235,72 @@ JOBS: tuple[Job, ...] = (
 PARTS = tuple(dict.fromkeys(job.part for job in JOBS))
 
 
-def run_jobs(jobs: Sequence[Job], out: Path) -> list[Found]:
-    """Runs the jobs whose time limits fit, in order; returns part, name, outcome and seconds of each job."""
+def compare_with_model(out: Path, limit_s: float) -> str:
+    """Compares the kernels of a block in the records of MODEL_JOB with estimates of `vit-fast kernels --model`."""
+    lines = []
+    for path in sorted(out.glob(f"{MODEL_JOB.replace(' ', '_')}*/*/{RECORD_NAME}")):
+        record = read_record(path)
+        arch = "sm_" + record["machine"]["gpu"]["capability"].replace(".", "")
+        for row in (row for row in record["rows"] if row["status"] == "measured"):
+            options = ["--model", row["model"], "--batch-sizes", str(row["batch"]), "--arch", arch, "--json"]
+            command = [sys.executable, "-c", "from vit_fast.cli import main; main()", "kernels", *options]
+            environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+            try:
+                done = subprocess.run(
+                    command, capture_output=True, text=True, env=environment, timeout=limit_s, cwd=ROOT
+                )
+                estimated = json.loads(done.stdout)["launches"]
+            except (subprocess.TimeoutExpired, ValueError) as error:
+                lines.append(f"{row['model']} batch {row['batch']}: no estimate for {arch}: {error}")
+                continue
+            names = [launch["kernel"].partition(",")[0] for launch in estimated]
+            launches = [(name.strip("_").removesuffix("_kernel"), us) for name, us in row["explained"]["launches"]]
+            own = [launch for launch in launches if launch[0] in names]
+            starts = [i for i in range(len(own)) if [name for name, _ in own[i : i + len(names)]] == names]
+            lines.append(f"{row['model']} batch {row['batch']} {arch}: {len(starts)} blocks; measured, estimated us")
+            for number, launch in enumerate(estimated if starts else ()):
+                us = statistics.median(own[i + number][1] for i in starts)
+                ratio = us / max(launch["floor_us"], 1e-3)
+                lines.append(
+                    f"  {us:9.2f} {launch['floor_us']:9.2f} {ratio:6.2f}x  {launch['kernel']} {launch['tile']}"
+                )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def run_jobs(jobs: Sequence[Job], out: Path, minutes: float = MINUTES) -> list[Found]:
+    """Runs the jobs in order until the time is over; returns part, name, outcome and seconds of each job.
+
+    Time limits of jobs grow or shrink with `minutes`. The last job that starts may get less than its limit.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    path, found, end = out / "summary.json", [], time.monotonic() + TOTAL_SECONDS
+    path, found, end = out / "summary.json", [], time.monotonic() + 60 * minutes
     machine = describe("cuda" if torch.cuda.is_available() else "cpu")
     for job in jobs:
         start = time.monotonic()
         result: Found = {"part": job.part, "name": job.name, "outcome": "no time left"}
+        limit_s = min(job.limit_s * max(minutes / MINUTES, 0.5), end - start - RESERVED_S)
         if not torch.cuda.is_available():
             result["outcome"] = "not measured: no GPU"
-        elif end - start >= job.limit_s:
+        elif limit_s >= LEAST_S:
             print(f"{job.name} ...", flush=True)
-            result |= perform(job, out / re.sub(r"[^\w-]+", "_", job.name), job.limit_s)
+            result |= perform(job, out / re.sub(r"[^\w-]+", "_", job.name), limit_s)
             result["seconds"] = round(time.monotonic() - start, 1)
         found.append(result)
         with file_aside(path) as aside:
-            record = {"machine": machine, "total_seconds": TOTAL_SECONDS, "rows": found}
+            record = {"machine": machine, "total_seconds": 60 * minutes, "rows": found}
             aside.write_text(json.dumps(record, indent=1) + "\n")
+        _pack(out)
         print(f"{job.name}: {result['outcome']} {result.get('tests', '')}", flush=True)
+    if comparison := compare_with_model(out, max(end - time.monotonic(), END_S)):
+        print(comparison)
+        (out / "model.txt").write_text(comparison)
+        _pack(out)
     return found
+
+
+def _pack(out: Path) -> None:
+    with file_aside(out.with_name(out.name + ".tar.gz")) as aside, tarfile.open(aside, "w:gz") as archive:
+        archive.add(out, out.name)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -193,6 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the records")
     parser.add_argument("--parts", default=",".join(PARTS), help="parts to run, comma-separated (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="time limit (default: %(default)g)")
     parser.add_argument("--dry-run", action="store_true", help="only print the jobs and their time limits")
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
@@ -201,12 +317,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [job for job in JOBS if job.part in parts]
     if options.dry_run:
         print(f"{'job':40s} limit", *(f"{job.name:40s} {job.limit_s:4.0f} s" for job in chosen), sep="\n")
-        print(f"ends after {TOTAL_SECONDS} s; a job is skipped if its limit exceeds the time left")
+        print(f"limits for --minutes {MINUTES:g}; the jobs that do not fit are skipped")
         return 0
     if options.out is None:
         parser.error("--out FOLDER must be given")
-    return sum(row["outcome"].startswith(("failed", "INCORRECT")) for row in run_jobs(chosen, options.out))
+    found = run_jobs(chosen, options.out, options.minutes)
+    return sum(row["outcome"].startswith(("failed", "INCORRECT")) for row in found)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the process of the job, too
     sys.exit(main())

@@ -29,18 +29,19 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.export.runtime.runner import ProviderError
 from vit_fast.measure import candidate as measuring
 from vit_fast.measure.candidate import GRAPH_MODES, MEASURES, Candidate, Prepared, Reference, at_most, describe_error
-from vit_fast.measure.clock import Call, begin, synchronize
+from vit_fast.measure.clock import Call, Protocol, begin, synchronize, time_interleaved
 from vit_fast.work import Work
 
 from .candidates import build_reference, make
 from .configuration import make_configuration
 from .models import MAX_VIEWS, Group, image_views, rotating_batches
-from .records import Row, Status, make_row
+from .records import Row, Status, add_timing, make_row
 
 # Time limit for preparing a candidate, for a round of timing, and for a cold start.
 CANDIDATE_SECONDS = 900.0
 OUT_OF_TIME = "out of time: pass --time-budget 0 to measure all"
 MAX_CHECKED_IMAGES = 8
+ALONE = Protocol(repeats=50, seconds=0.2, least_repeats=3, warmup_repeats=1, launch="hidden")
 # The allowed error for an ONNX file, as a share of the output without graph optimizations.
 ONNX_TOLERANCE = 0.01
 LEARNING_RATE = 1e-6
@@ -190,13 +191,17 @@ def expect(group: Group, images: Tensor, *others: Tensor) -> Reference:
 
 
 def prepare(
-    candidate: Candidate, group: Group, problem: Problem, explained: bool = False, limit_s: float = CANDIDATE_SECONDS
+    candidate: Candidate, group: Group, problem: Problem, *, explained: bool = False,
+    seconds: float = CANDIDATE_SECONDS,
 ) -> tuple[Prepared | None, Row]:  # fmt: skip
-    """Builds and checks a candidate; returns it if it is correct, and its row with status and reason."""
+    """Builds and checks a candidate; returns it if it is correct, and its row with status and reason.
+
+    On a GPU, also times the candidate alone, because its process may end before it is timed interleaved.
+    """
     status: Status
     device = group.device
     try:
-        with at_most(limit_s):
+        with at_most(seconds):
             build = functools.partial(_callers, candidate, group, problem.batches)
             ready = measuring.prepare(candidate, build, problem.reference, device, candidate.tolerance)
             verdict = ready.verdict
@@ -217,6 +222,8 @@ def prepare(
                     weights = [*ready.function.parameters(), *ready.function.buffers()]
                     own_bytes = sum(tensor.nbytes for tensor in weights)
                 row["peak_MiB"] = round((own_bytes + ready.call_bytes) / 2**20, 1)
+            if device.type == "cuda":
+                add_timing(row, time_interleaved({"": ready.call}, device, ALONE)[""], group)
             if explained:
                 row["explained"] = profile(ready.call, device, group.least(), group.dtype.itemsize)
             return ready, row
@@ -315,10 +322,14 @@ def profile(call: Call, device: torch.device, least: dict[str, Work], itemsize: 
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if us and (event.device_type == DeviceType.CUDA) == on_gpu:
             kernels.append([part_of(event.key), event.key, event.count / PROFILED_CALLS, us / 1e3 / PROFILED_CALLS])
+    # the kernels of one call in order, for the comparison with `vit-fast kernels --model`
+    events = [event for event in profiler.events() if on_gpu and event.device_type == DeviceType.CUDA]
+    events = sorted(events, key=lambda event: event.time_range.start)[-(len(events) // PROFILED_CALLS) :]
+    launches = [[event.name, event.self_device_time_total] for event in events]
     if "head" in least:  # the profiler cannot tell the head from other linear layers
         least["linears"] += least.pop("head")
     moved = {part: [some.flop, some.elements * itemsize] for part, some in least.items()}
-    return {"kernels": sorted(kernels, key=lambda kernel: -kernel[3]), "least": moved}
+    return {"kernels": sorted(kernels, key=lambda kernel: -kernel[3]), "least": moved, "launches": launches}
 
 
 def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate, describe_error
 from vit_fast.measure.clock import Samples, percentile
+from vit_fast.version import __version__
 from vit_fast.work import Work, total
 
 from .models import Group
@@ -133,8 +134,19 @@ def may_gain(group: Group, rows: Sequence[Row]) -> bool:
     return most < 2 or any(rate[-1] > GAIN * max(rate[:-1]) for rate in rates.values() if len(rate) == most)
 
 
+def best_ceilings(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the highest of repeated ceilings, because other processes only lower them."""
+    if not measured:
+        return {}
+    names = dict.fromkeys(name for each in measured for name in each["matmul_TFLOP_per_s"])
+    matmul = {name: max(each["matmul_TFLOP_per_s"].get(name, 0.0) for each in measured) for name in names}
+    copy = max(each["copy_GB_per_s"] for each in measured)
+    return measured[0] | {"copy_GB_per_s": copy, "matmul_TFLOP_per_s": matmul, "taken": len(measured)}
+
+
 class Journal:
-    """The findings of a run as (kind, value). Kinds: row, control, ceilings, begun (preparing a candidate), resumed.
+    """The findings of a run as (kind, value). Kinds: about, row, alone (a row that was not timed interleaved), control,
+    ceilings, begun (preparing a candidate), resumed.
 
     Without a folder, the findings stay in memory.
     """
@@ -166,8 +178,8 @@ class Journal:
         return journal
 
     @classmethod
-    def resume(cls, folder: Path) -> Journal:
-        """Opens the journal of an interrupted run in the folder of `--out`, with or without .partial."""
+    def resume(cls, folder: Path, resumes: bool = True) -> Journal:
+        """Opens the journal of an interrupted run in the folder of `--out`, with or without .partial; else reads it."""
         folder = folder.with_name(folder.name.removesuffix(PARTIAL))
         path = _partial(folder) / JOURNAL_NAME
         if (folder / JOURNAL_NAME).is_file():  # ended by Ctrl-C
@@ -184,6 +196,8 @@ class Journal:
         if found != FORMAT:
             got = f"the format {found}" if found else "another file"
             raise ValueError(f"{path}: must be an unfinished run in the format {FORMAT}, got {got}: start a new run")
+        if not resumes:
+            return cls(None, header, entries)
         os.truncate(path, len(text))
         journal = cls(folder, header, entries)
         kind, value = entries[-1] if entries else ("", None)
@@ -199,6 +213,17 @@ class Journal:
 
     def found(self, kind: str) -> list[Any]:
         return [value for known, value in self.entries if known == kind]
+
+    def record(self, interrupted: bool = True) -> Record:
+        """Returns the record of the run so far. Rows that were only timed alone have no ratios."""
+        rows = {(key_of(row), row["candidate"]): dict(row) for kind in ("alone", "row") for row in self.found(kind)}
+        ceilings, controls = best_ceilings(self.found("ceilings")), self.found("control")
+        finish([row for row in rows.values() if not row.get("alone")], ceilings, controls)
+        return {
+            "format": FORMAT, "vit_fast": __version__, "machine": self.header["machine"], "ceilings": ceilings,
+            "controls": controls, **self.found("about")[0], "rows": [*rows.values()], "interrupted": interrupted,
+            "busy": list(dict.fromkeys(reason for control in controls for reason in control["conditions"]["busy"])),
+        }  # fmt: skip
 
     def add(self, kind: str, value: Any) -> None:
         """Adds a finding, and writes it to disk, except rows that a resumed run repeats."""
@@ -304,6 +329,8 @@ def read_record(path: str | Path, *, of_bench: bool = True) -> Record:
     ValueError for other content.
     """
     path = Path(path)
+    if path.name.endswith(PARTIAL) and (path / JOURNAL_NAME).is_file():  # of a process that was killed
+        return Journal.resume(path, resumes=False).record() | {"gpu_failed": False, "seconds": 0.0}
     content = (path / RECORD_NAME if path.is_dir() else path).read_bytes()
     with damaged(path):
         record: Record = json.loads(content)

@@ -6,6 +6,7 @@ continues. After Ctrl-C, the record contains the rows so far. If the process is 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -20,18 +21,20 @@ import torch
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate, Prepared, at_most, describe_error, is_out_of_memory
 from vit_fast.measure.clock import Call, Protocol, Samples, time_interleaved
-from vit_fast.version import __version__, describe, nvidia_smi
+from vit_fast.version import describe, nvidia_smi
 
-from . import records
+from . import preparation, records
 from .allocation import FLOOR_LEAST_REPEATS, FLOOR_MS, FLOOR_REPEATS, estimate
 from .configuration import Configuration
 from .models import DTYPES, Group
-from .preparation import CANDIDATE_SECONDS, OUT_OF_TIME, RULE, cold_start, make_problem, matmul_precision, prepare
+from .preparation import OUT_OF_TIME, RULE, cold_start, make_problem, matmul_precision, prepare
 from .records import Journal, Record, Row, Status, key_of, make_row
 
 # The name of the second timing of the fastest full-precision candidate in a group.
 AGAIN = "again"
 ROUNDS_BETWEEN = 5  # rounds between two checks of the noise
+LEAST_SECONDS = 5.0  # to prepare a candidate when the time is nearly over
+GPU_FAILED = "CUDA failed in this process during"
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
 CEILING_PROTOCOL = Protocol(repeats=50, seconds=0.25, least_repeats=5, warmup_repeats=3)
@@ -65,7 +68,9 @@ class _Run:
         return self.configuration.time_budget_s - self.elapsed_s() - self.ceilings_s
 
     def record(self) -> Record:
-        configuration, journal, interrupted = self.configuration, self.journal, False
+        configuration, journal, ended = self.configuration, self.journal, ""
+        if not journal.found("about"):
+            journal.add("about", {"configuration": configuration.to_dict(), "correctness_rule": RULE})
         try:
             self._take_ceilings()
             for group in list(self.planned):
@@ -77,31 +82,25 @@ class _Run:
                             self._measure_group(group, remaining)
                     finally:
                         torch.compiler.reset()
-                        clock.free_memory(self.device)
+                        with contextlib.suppress(RuntimeError):  # of a GPU that failed
+                            clock.free_memory(self.device)
                     self._take_ceilings()
         except KeyboardInterrupt:
-            interrupted = True
+            ended = "not started"
             self.tell("interrupted: writing what was measured")
-        why_not: tuple[Status, str] = ("interrupted", "not started") if interrupted else ("skipped", OUT_OF_TIME)
+        except GpuFailed as error:
+            ended = str(error)
+            self.tell(ended)
+        why_not: tuple[Status, str] = ("interrupted", ended) if ended else ("skipped", OUT_OF_TIME)
+        alone = {(key_of(row), row["candidate"]) for row in journal.found("alone")}
         for group in self.planned:
-            self._refuse(group, self._remaining(group), *why_not)
+            missing = [one for one in self._remaining(group) if (group.key, one.name) not in alone]
+            self._refuse(group, missing, *why_not)
         order = [(group.key, candidate.name) for group, found in self.planned.items() for candidate in found]
-        rows = sorted(journal.found("row"), key=lambda row: order.index((key_of(row), row["candidate"])))
-        ceilings, controls = best_ceilings(journal.found("ceilings")), journal.found("control")
-        records.finish(rows, ceilings, controls)
-        return {
-            "format": records.FORMAT,
-            "vit_fast": __version__,
-            "machine": journal.header.get("machine") or describe(self.device),
-            "ceilings": ceilings,
-            "controls": controls,
-            "busy": list(dict.fromkeys(reason for control in controls for reason in control["conditions"]["busy"])),
-            "configuration": configuration.to_dict(),
-            "correctness_rule": RULE,
-            "rows": rows,
-            "interrupted": interrupted,
-            "seconds": round(self.elapsed_s(), 1),
-        }
+        journal.header.setdefault("machine", describe(self.device))
+        found = journal.record(bool(ended))
+        found["rows"].sort(key=lambda row: order.index((key_of(row), row["candidate"])))
+        return found | {"gpu_failed": ended.startswith(GPU_FAILED), "seconds": round(self.elapsed_s(), 1)}
 
     def _refuse(self, group: Group, candidates: Sequence[Candidate], status: Status, reason: str) -> None:
         for candidate in candidates:
@@ -170,16 +169,20 @@ class _Run:
                 row = make_row(group, candidate, "failed", "the process ended twice while preparing this candidate")
             else:
                 self.journal.add("begun", begun)
-                limit_s = min(spare_s, CANDIDATE_SECONDS) if limited else CANDIDATE_SECONDS
-                ready, row = prepare(candidate, group, problem, self.configuration.explain, limit_s)
+                left_s = spare_s if limited else max(self._left_s(), LEAST_SECONDS)
+                seconds, explained = min(left_s, preparation.CANDIDATE_SECONDS), self.configuration.explain
+                ready, row = prepare(candidate, group, problem, explained=explained, seconds=seconds)
             if ready is not None:
                 prepared[candidate.name] = ready
                 spent_s[candidate.name] = 0.0 if others else self.elapsed_s() - started_s  # later groups use one mode
+                if row["ms"] is not None:  # in case the process ends before all candidates are timed interleaved
+                    self.journal.add("alone", row | {"alone": True})
                 if self.configuration.cold:
                     row.update(cold_start(self.configuration.request, group, candidate.name))
                 continue
-            clock.free_memory(self.device)
             self.journal.add("row", row)
+            self._check_gpu(candidate.name)
+            clock.free_memory(self.device)
         self.journal.add("begun", None)  # from here on, no candidate is in preparation
         timing_s, all_timing_s, preparing_s = estimate(group, later, prepared, spent_s)
         if self._left_s() < all_timing_s + preparing_s:
@@ -200,7 +203,7 @@ class _Run:
             watch = Watch(prepared, protocol, self.configuration.is_limited, lambda: self.elapsed_s() >= end_s)
             add = partial(self._add_timed, group, prepared, watch.best, conditions)
             try:
-                with at_most(CANDIDATE_SECONDS) as watch.again:
+                with at_most(preparation.CANDIDATE_SECONDS) as watch.again:
                     timings = time_interleaved(watch.calls, self.device, protocol, is_done=watch)
             except KeyboardInterrupt:
                 add(watch.timings(), "interrupted")
@@ -208,8 +211,10 @@ class _Run:
             except Exception as error:
                 broken = prepared.pop(watch.running)
                 status: Status = "out of memory" if is_out_of_memory(error) else "failed"
-                broken.row.update(status=status, reason=f"during timing: {describe_error(error)}")
+                without = dict.fromkeys(records.SPEED_FIELDS)
+                broken.row.update(without, status=status, reason=f"during timing: {describe_error(error)}")
                 self.journal.add("row", broken.row)
+                self._check_gpu(broken.candidate.name)
             else:
                 add(timings, "skipped")
                 break
@@ -230,14 +235,28 @@ class _Run:
             if name in timings:
                 records.add_timing(ready.row, timings[name], group)
             else:
+                if ready.row["ms"] is not None:
+                    continue  # the journal contains a row that was timed alone
                 ready.row.update(status=otherwise, reason="timing ended after too few repeats")
             self.journal.add("row", ready.row)
+
+    def _check_gpu(self, name: str) -> None:
+        """Raises GpuFailed if a candidate broke the CUDA context of this process, e.g. by an invalid address."""
+        if self.device.type == "cuda":
+            try:
+                torch.ones(1, device=self.device).item()
+            except RuntimeError as error:
+                raise GpuFailed(f"{GPU_FAILED} {name}: {describe_error(error)}") from None
 
 
 def _other_modes(candidate: Candidate, prepared: Mapping[str, Prepared]) -> list[str]:
     """Returns the prepared candidates that differ only in their mode of torch.compile."""
     alike = [name for name, ready in prepared.items() if ready.candidate.base == candidate.base != name]
     return [name for name in alike if name != candidate.name] if candidate.compile_mode != "none" else []
+
+
+class GpuFailed(Exception):
+    """No more CUDA calls are possible in this process; another process can resume the run."""
 
 
 class Watch:
@@ -314,16 +333,6 @@ def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[
         "matmul_TFLOP_per_s": {name: matmul(name) for name in dict.fromkeys(dtypes)},
         "matmul_size": size,
     }
-
-
-def best_ceilings(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the highest of repeated ceilings, because other processes only lower them."""
-    if not measured:
-        return {}
-    names = dict.fromkeys(name for each in measured for name in each["matmul_TFLOP_per_s"])
-    matmul = {name: max(each["matmul_TFLOP_per_s"].get(name, 0.0) for each in measured) for name in names}
-    copy = max(each["copy_GB_per_s"] for each in measured)
-    return measured[0] | {"copy_GB_per_s": copy, "matmul_TFLOP_per_s": matmul, "taken": len(measured)}
 
 
 class Conditions:

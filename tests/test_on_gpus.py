@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from bench_support import group_of, plan, rows_by_candidate
+from command_line import run as run_command
 from kernel_execution import INTERPRETED
 from pretend_gpu import Machine
 
@@ -21,11 +24,14 @@ from vit_fast.apps import verify
 from vit_fast.benchmarks import operators, preparation, runner
 from vit_fast.benchmarks.candidates import CANDIDATES
 from vit_fast.benchmarks.preparation import TrainingStep
+from vit_fast.benchmarks.records import Journal, read_record
 from vit_fast.export.runtime.runner import OnnxRunner, ProviderError
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import ORIGINAL
 from vit_fast.measure.trials import Trials
+from vit_fast.ops.backends import triton_unavailable_reasons
 from vit_fast.run.runtime import capture
+from vit_fast.version import describe
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 
@@ -185,3 +191,43 @@ def test_a_missing_provider_is_unsupported(add: Any) -> None:
     add("without provider", unavailable)
     (row,) = runner.run(plan("without provider"))["rows"]
     assert row["status"] == "unsupported" and row["reason"].endswith("pip install tensorrt")
+
+
+def test_a_fault_in_one_candidate_leaves_the_rows_of_the_others(gpus: Machine, tmp_path: Path) -> None:
+    """Another process resumes the run; the pretend machine is repaired instead."""
+    options = {"models": ["attention:5x2x16"], "dtypes": ["fp16"], "device": "cuda"}
+    made, folder = plan("eager", "triton", "sdpa", **options), tmp_path / "run"
+    journal = Journal.begin(folder, made.request, describe(made.device))
+    assert not triton_unavailable_reasons(torch.device("cuda"))  # the test kernel passes
+    gpus.fault = "attention"
+    record = runner.run(made, journal=journal)
+    rows = rows_by_candidate(record)
+    assert record["gpu_failed"] and record["interrupted"]
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "eager": "measured", "triton": "failed", "sdpa": "interrupted"
+    }  # fmt: skip
+    assert rows["eager"]["alone"] and rows["eager"]["ms"] > 0 and rows["eager"]["verdict"] is None
+    assert "illegal memory access" in rows["triton"]["reason"] and "during triton" in rows["sdpa"]["reason"]
+    partial = folder.with_name("run.partial")
+    on_disk = rows_by_candidate(read_record(partial))
+    assert {name: row["status"] for name, row in on_disk.items()} == {"eager": "measured", "triton": "failed"}
+    assert run_command("report", f"{partial}/", "--out", str(tmp_path / "page.html")) == 0
+    gpus.fault = gpus.broken = ""
+    record = runner.run(made, journal=Journal.resume(folder))
+    statuses = [(row["candidate"], row["status"]) for row in record["rows"]]
+    assert statuses == [("eager", "measured"), ("triton", "failed"), ("sdpa", "measured")]
+    assert not record["gpu_failed"] and not any(row.get("alone") for row in record["rows"])
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_candidate_has_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    @contextlib.contextmanager
+    def at_most(seconds: float) -> Iterator[Any]:
+        limits.append(seconds)
+        yield lambda: None
+
+    monkeypatch.setattr(preparation, "at_most", at_most)
+    runner.run(plan("eager", models=["mlp:5x16x32"], device="cuda", time_budget_s=50))
+    assert len(limits) == 1 and limits[0] < 50

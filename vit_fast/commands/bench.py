@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -131,6 +133,9 @@ def bench(
                     console.print(f"... {step}", **PLAIN)
 
             record = run(configuration, tell, journal)
+        if record["gpu_failed"]:  # continues in a new process
+            command = [sys.executable, "-c", "from vit_fast.cli import main; main()", "bench", "--resume"]
+            os.execv(sys.executable, [*command, str(journal.folder), *(["--json"] if as_json else [])])
         for line in (texts.heading(record), texts.ceilings_line(record), *texts.remarks(record)):
             console.print(line, **PLAIN)
         for made in texts.tables(record, console.width):
