@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import vit_fast
 from vit_fast.accuracy import judge
 from vit_fast.blocks import block, packed
-from vit_fast.blocks.packed import can_pack
+from vit_fast.blocks.packed import can_pack, implementations
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.float32), reason="torch without oneDNN or MKL")
 DTYPES = [
@@ -66,19 +66,23 @@ def test_every_kind_of_block(
     runs: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In fp32, with the matmuls of oneDNN and with those of MKL; attention runs by oneDNN Graph, unless by MKL."""
+    """With each implementation of the linear layers; attention runs by oneDNN Graph, and in one case by flash."""
     library, reason = NOT_IN_OLDEST.get(name, ("", ""))
     if library and is_older_than_pinned(library):
         pytest.skip(reason)
-    monkeypatch.setattr(packed, "GRAPH_TOKENS", 1)
     subject = SUBJECTS[name]
     model, inputs = fused(subject, dtype)
     plain = copy.deepcopy(model)
     with torch.no_grad():
         eager = subject.run(plain, inputs)
         exact = subject.run(plain.double(), double_inputs(inputs))
-        for by_mkl in (False, True) if dtype == torch.float32 else (False,):
-            monkeypatch.setattr(packed, "mkl_is_faster", lambda by_mkl=by_mkl: by_mkl)
+        for implementation in implementations(dtype, "gelu"):
+
+            def select(_: str, names: list[str], *__: Any, preferred: str = implementation) -> str:
+                return preferred if preferred in names else names[-1 if preferred == "aten" else 0]
+
+            monkeypatch.setattr(packed, "fastest", select)
+            vit_fast.unfreeze(model)
             runs.clear()
             blocks = len(vit_fast.freeze(model))
             assert blocks or name not in FAST, "nothing to pack"

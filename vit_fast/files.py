@@ -13,6 +13,16 @@ from urllib.parse import quote
 _PREFIX = ".vit-fast-partial-"  # does not contain the file name, which may have the maximum length
 
 
+def cache_folder() -> Path:
+    """Returns the folder of cached results; raises OSError if the user has no home folder."""
+    if named := os.environ.get("VIT_FAST_CACHE"):
+        return Path(named)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vit_fast" / "answers"
+    except RuntimeError as error:
+        raise OSError(f"{error} Set VIT_FAST_CACHE to a folder for cached results") from None
+
+
 @contextlib.contextmanager
 def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
     """Yields a path in a hidden folder. If the block succeeds, moves all files of that folder beside `path`.

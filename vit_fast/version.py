@@ -41,6 +41,12 @@ def cpu_name() -> str:
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
+def cpu_model() -> list[str]:
+    """Returns what distinguishes CPU models, because virtual machines may shorten the name."""
+    fields = ("vendor_id", "model name", "cpu family", "model", "stepping", "CPU implementer", "CPU part")
+    return [*map(_cpuinfo, fields), *cpu_instructions()]
+
+
 def cpu_instructions() -> list[str]:
     """Returns the CPU's vector and matrix instruction sets, under Linux's names; [] if unknown."""
     found = {*_cpuinfo("flags", "Features").split()}

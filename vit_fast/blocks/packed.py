@@ -1,9 +1,7 @@
 """Runs frozen blocks on the CPU with weights that are packed once, instead of in every call of `F.linear`.
 
-oneDNN or MKL packs a layer. The choice follows measurements on two cores with 197, 788 and 1,576 tokens:
-
-- MKL in fp32 on CPUs from Intel, except for layers with tanh GELU
-- oneDNN in all other cases; in fp32 on AMD, oneDNN is 2.2 times as fast as MKL
+`freeze` selects the implementation of each linear layer and of attention by a measurement (`fastest.py`): oneDNN with
+the activation in its epilogue or after it, MKL, or ATen; oneDNN Graph or torch's flash attention.
 
 LayerNorm is not folded, because a LayerNorm without weight and bias is not faster on a CPU.
 """
@@ -25,19 +23,21 @@ from ..ops import qk_norm_rope, reference
 from ..ops.attention import attention_among
 from ..ops.descriptions import Keys, Norm, Rope
 from ..ops.registration import in_transform, needs_gradient
-from ..version import cpu_name
+from .fastest import Call, fastest
 from .frozen import Frozen
 from .parts import AttentionParts, BlockParts, MlpParts, sources, tensor_of
 
-GRAPH_TOKENS = 32  # minimum for oneDNN Graph, which was slower than flash attention at 17 tokens, and faster at 37
 GRAPHS = 64  # maximum number of attention graphs in the cache
 # Maximum bytes per thread of a linear layer's output; larger batches are split. malloc often returns larger buffers to
 # the system, and page faults took a fifth of the time of vit_tiny at batch 8 in bf16.
 HIDDEN_BYTES = 2**21
 ROWS = 256  # tokens that weights are packed for; tested with 5, 197 and 1,576 tokens
+TOKENS = (50, 197, 577)  # numbers of tokens that attention is measured with
+ROWS_TIMED = (197, 788)  # numbers of tokens that linear layers are measured with: one image, and several in one group
 
 _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_.default,
+    "gelu_tanh": functools.partial(torch.ops.aten.gelu_.default, approximate="tanh"),
     "relu": torch.relu_,
     "silu": torch.ops.aten.silu_.default,
     "quick_gelu": lambda x: torch.sigmoid(1.702 * x).mul_(x),
@@ -45,41 +45,48 @@ _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
 _NO_EPILOGUE: tuple[str, list[float], str] = ("none", [], "")
 _EPILOGUES: dict[str, tuple[str, list[float], str]] = {
     "gelu": ("gelu", [], "none"), "gelu_tanh": ("gelu", [], "tanh"), "relu": ("relu", [], ""),
+    "silu": ("swish", [], ""),
 }  # fmt: skip
 
 
-@functools.cache
-def mkl_is_faster() -> bool:
-    """Returns True on CPUs from Intel, where fp32 matmuls are faster with MKL than with oneDNN."""
-    return "Intel" in cpu_name()
+def implementations(dtype: torch.dtype, activation: str | None) -> list[str]:
+    """Returns the implementations of a linear layer; the first is the default."""
+    names = ["onednn", "aten"] + (["mkl"] if dtype == torch.float32 else [])
+    return names if activation not in _EPILOGUES else ["onednn-epilogue", *names]
 
 
 class PackedLinear:
     """Computes activation(x W^T + b) or residual + x W^T + b for contiguous x; folds LayerScale into W and b."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, activation: str | None = None
-    ) -> None:
-        by_mkl = weight.dtype == torch.float32 and activation != "gelu_tanh" and mkl_is_faster()
+        self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, activation: str | None = None, *,
+        implementation: str,
+    ) -> None:  # fmt: skip
         if scale is not None:
             weight = (weight.float() * scale.float()[:, None]).to(weight.dtype)
             bias = None if bias is None else bias.float() * scale.float()
         # copy the bias, so that an update of the parameter changes no bias before the weight is packed again
         self._bias = None if bias is None else bias.to(weight.dtype, copy=True)
-        self._epilogue = _NO_EPILOGUE if by_mkl or activation is None else _EPILOGUES.get(activation, _NO_EPILOGUE)
-        in_epilogue = activation is None or self._epilogue is not _NO_EPILOGUE
-        self._activation = None if in_epilogue else _IN_PLACE[str(activation)]
-        pack = torch.ops.mkl._mkl_reorder_linear_weight if by_mkl else torch.ops.mkldnn._reorder_linear_weight
-        self._weight = pack(weight.contiguous(), ROWS)
-        self.shape = weight.shape
-        self._shape_only = weight.new_empty(()).expand(weight.shape) if by_mkl else None
+        in_epilogue = implementation == "onednn-epilogue"
+        self._epilogue = _EPILOGUES[str(activation)] if in_epilogue else _NO_EPILOGUE
+        self._activation = None if in_epilogue or activation is None else _IN_PLACE[activation]
+        self._by, self.shape = implementation.partition("-")[0], weight.shape
+        if self._by == "aten":
+            self._weight = weight.clone(memory_format=torch.contiguous_format)
+        else:
+            mkl, mkldnn = torch.ops.mkl, torch.ops.mkldnn
+            pack = mkl._mkl_reorder_linear_weight if self._by == "mkl" else mkldnn._reorder_linear_weight
+            self._weight = pack(weight.contiguous(), ROWS)
+        self._shape_only = weight.new_empty(()).expand(weight.shape)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if self._shape_only is not None:
+        if self._by == "mkl":
             # The last argument is the number of tokens that the weight was packed for. If it differs from the number
             # of tokens in x, torch reads the unpacked weight.
             rows = x.numel() // x.shape[-1]
             y: Tensor = torch.ops.mkl._mkl_linear.default(x, self._weight, self._shape_only, self._bias, rows)
+        elif self._by == "aten":
+            y = F.linear(x, self._weight, self._bias)
         elif residual is not None:
             return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
         else:
@@ -89,27 +96,87 @@ class PackedLinear:
         return y if residual is None else y.add_(residual)
 
 
+def _fastest_linear(
+    weight: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str | None, adds: bool
+) -> str:
+    """Returns the fastest implementation of PackedLinear for the ROWS_TIMED that fit into one group of images."""
+    outputs, inputs = weight.shape
+    most = HIDDEN_BYTES * torch.get_num_threads() // (outputs * weight.element_size())
+    sizes = [rows for rows in ROWS_TIMED if rows <= max(most, ROWS_TIMED[0])]
+
+    def build(name: str) -> list[Call]:
+        layer = PackedLinear(weight, bias, scale, activation, implementation=name)
+        xs = [_random(weight.dtype, 1, rows, inputs) for rows in sizes]
+        residuals = [_random(weight.dtype, 1, rows, outputs) if adds else None for rows in sizes]
+        return [functools.partial(layer, x, residual) for x, residual in zip(xs, residuals)]
+
+    sums = " + residual" if adds else ""
+    key = f"linear, {weight.dtype}, {inputs} to {outputs}, {activation}{sums}, bias {bias is not None}, rows {sizes}"
+    return fastest(key, implementations(weight.dtype, activation), build)
+
+
+def _fastest_attention(dtype: torch.dtype, heads: int, head_dim: int) -> Callable[[int], str]:
+    """Returns a function that maps a number of tokens to "graph" (oneDNN Graph) or "flash"."""
+    found = {}
+    for tokens in TOKENS:
+
+        def build(name: str, tokens: int = tokens) -> list[Call]:
+            qkv = _random(dtype, 1, tokens, 3, heads, head_dim)
+            return [] if name == "graph" and _graph_of(qkv, None) is None else [lambda: _attend(qkv, None, None, name)]
+
+        names = ["flash"] if dtype == torch.float16 else ["graph", "flash"]
+        key = f"attention, {dtype}, {heads} heads, head_dim {head_dim}, {tokens} tokens"
+        found[tokens] = fastest(key, names, build)
+
+    @functools.lru_cache(maxsize=GRAPHS)
+    def select(tokens: int) -> str:
+        return found[min(found, key=lambda measured: abs(math.log(measured / tokens)))]
+
+    return select
+
+
+def _random(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32).to(dtype)
+
+
 class Packed(Frozen):
     """The packed linear layers of one block; packed again, like a `Frozen`, when the weights change."""
 
     every_source = True
 
+    def __init__(self, attention: AttentionParts, mlp: MlpParts, dtype: torch.dtype, rope_head: int) -> None:
+        self._selected: dict[str, str] = {}  # implementations of the linear layers, selected by the first _recompute
+        self._select_attention: Callable[[int], str] | None = None
+        super().__init__(attention, mlp, dtype, rope_head)
+
     def _recompute(self) -> None:
         attention, mlp = self.attention, self.mlp
         hidden = mlp.activation if mlp.gate is None else None
+        qkv = self._pack("qkv", *attention.qkv.tensors())
+        if self._select_attention is None:
+            head_dim = qkv.shape[0] // (3 * attention.num_heads)
+            self._select_attention = _fastest_attention(self.dtype, attention.num_heads, head_dim)
         self._steps = SimpleNamespace(
             norm1=attention.norm.now(),
-            qkv=PackedLinear(*attention.qkv.tensors()),
+            qkv=qkv,
+            select_attention=self._select_attention,
             heads=attention.num_heads,
             qk_norm=None if attention.qk_norm is None else attention.qk_norm.now(),
             scale=attention.scale,
-            proj=PackedLinear(*attention.with_scale(attention.proj)),
+            proj=self._pack("proj", *attention.with_scale(attention.proj), adds=True),
             norm2=mlp.norm.now(),
-            fc1=PackedLinear(*mlp.fc1.tensors(), activation=hidden),
-            gate=None if mlp.gate is None else PackedLinear(*mlp.gate.tensors(), activation=mlp.activation),
+            fc1=self._pack("fc1", *mlp.fc1.tensors(), activation=hidden),
+            gate=None if mlp.gate is None else self._pack("gate", *mlp.gate.tensors(), activation=mlp.activation),
             inner_norm=None if mlp.inner_norm is None else mlp.inner_norm.now(),
-            fc2=PackedLinear(*mlp.with_scale(mlp.fc2)),
+            fc2=self._pack("fc2", *mlp.with_scale(mlp.fc2), adds=True),
         )
+
+    def _pack(
+        self, name: str, weight: Any, bias: Any, scale: Any = None, activation: str | None = None, adds: bool = False
+    ) -> PackedLinear:
+        if name not in self._selected:
+            self._selected[name] = _fastest_linear(weight, bias, scale, activation, adds)
+        return PackedLinear(weight, bias, scale, activation, implementation=self._selected[name])
 
     def steps(self) -> Any:
         self.ensure_current()
@@ -137,7 +204,8 @@ def _run_block(x: Tensor, step: Any, rope: Rope | None, keys: Keys | None, outpu
     if rope is not None or step.qk_norm is not None:
         qkv = qk_norm_rope(qkv, qk_norm=step.qk_norm, rope=rope, backend="sdpa")
     if keys is None:
-        mixed = _attend(qkv, step.scale, outputs)
+        implementation = step.select_attention(qkv.shape[1]) if outputs is None else "flash"
+        mixed = _attend(qkv, step.scale, outputs, implementation)
         x = x if outputs is None else x[:, :outputs].contiguous()
     else:
         mixed = attention_among(qkv, keys, scale=step.scale, backend="sdpa").flatten(-2)
@@ -150,16 +218,10 @@ def _run_block(x: Tensor, step: Any, rope: Rope | None, keys: Keys | None, outpu
     return y
 
 
-def _attend(qkv: Tensor, scale: float | None, outputs: int | None) -> Tensor:
-    """Returns attention [B, outputs, H * D] of the first `outputs` queries (None: all) of qkv [B, N, 3, H, D].
-
-    On two cores of an EPYC, oneDNN Graph takes half the time of torch's flash kernel in fp32, and a third in bf16.
-    """
-    if outputs is None and qkv.shape[1] >= GRAPH_TOKENS and qkv.dtype is not torch.float16 and not mkl_is_faster():
-        scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-        graph = _attention_graph(qkv.shape, qkv.stride(), qkv.dtype, scale, torch.get_num_threads())
-        if graph is not None:
-            return graph(qkv)
+def _attend(qkv: Tensor, scale: float | None, outputs: int | None, implementation: str) -> Tensor:
+    """Returns attention [B, outputs, H * D] of the first `outputs` queries (None: all) of qkv [B, N, 3, H, D]."""
+    if implementation == "graph" and (graph := _graph_of(qkv, scale)) is not None:
+        return graph(qkv)
     q, k, v = qkv.transpose(1, 3).unbind(2)
     return F.scaled_dot_product_attention(q[:, :, :outputs], k, v, scale=scale).transpose(1, 2).flatten(-2)
 
@@ -171,6 +233,11 @@ def attention(qkv):
     return torch.matmul(torch.softmax(scores, -1), v).transpose(1, 2).flatten(-2)
 """
 _FUSION = threading.Lock()
+
+
+def _graph_of(qkv: Tensor, scale: float | None) -> Callable[[Tensor], Tensor] | None:
+    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+    return _attention_graph(qkv.shape, qkv.stride(), qkv.dtype, scale, torch.get_num_threads())
 
 
 @functools.lru_cache(maxsize=GRAPHS)

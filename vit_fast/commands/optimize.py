@@ -124,7 +124,7 @@ def _table(result: Optimization) -> Table:
 
 
 def cache(
-    clear: Annotated[bool, option("Remove all cached results.", "--clear")] = False,
+    clear: Annotated[bool, option("Remove all cached results, also the measurements of freeze.", "--clear")] = False,
     as_json: Annotated[bool, option("Without --clear: print JSON.", "--json")] = False,
 ) -> None:
     """List or remove the cached results of `optimize`."""

@@ -137,10 +137,11 @@ def freeze(model: nn.Module) -> FreezeReport:
     The folded weights of qkv and fc1 need additional memory. Call freeze under autocast if later forwards use autocast;
     then proj and fc2 also need additional memory.
 
-    On a CPU (backend sdpa), packs the weights of all linear layers in the blocks for oneDNN or MKL, which needs memory
-    for a second copy. On CPUs that are not from Intel, oneDNN Graph may compile attention in the first forward of each
-    input shape, which takes 5 to 100 ms. Autocast, torch.compile, torch.export, tracing and torch.func use the original
-    weights.
+    On a CPU (backend sdpa), copies the weights of all linear layers in the blocks into the layout of the fastest
+    implementation: oneDNN, MKL or ATen. The first freeze of a layer shape on a machine measures the implementations and
+    caches the result for later processes; `vit-fast cache --clear` removes it. The first forward of each input shape
+    may compile attention by oneDNN Graph, which takes 5 to 100 ms. Autocast, torch.compile, torch.export, tracing and
+    torch.func use the original weights.
 
     A forward in another dtype, in training mode, or with gradients uses the original weights.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import platform
 import warnings
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..files import cache_folder as folder
 from ..files import file_aside
 from ..version import __version__, cpu_name, installed
 from ..weights.source import weights_digest
@@ -63,16 +63,6 @@ class CachedResult:
     def write(self, path: Path) -> None:
         with file_aside(path) as aside:
             aside.write_text(json.dumps(self.to_dict(), indent=1))
-
-
-def folder() -> Path:
-    """Returns the folder of cached results; raises OSError if the user has no home folder."""
-    if named := os.environ.get("VIT_FAST_CACHE"):
-        return Path(named)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vit_fast" / "answers"
-    except RuntimeError as error:
-        raise OSError(f"{error} Set VIT_FAST_CACHE to a folder for cached results") from None
 
 
 def key_of(model: nn.Module, example: Any, request: dict[str, Any]) -> dict[str, Any]:
@@ -135,14 +125,14 @@ def all_results() -> Iterator[tuple[Path, CachedResult]]:
 
 
 def clear() -> int:
-    """Removes all cached results, and returns their number."""
+    """Removes all cached results, also those of `freeze`, and returns the number of results of `optimize`."""
     paths = _paths()
-    for path in paths:
+    for path in (*paths, *_paths("cpu/*.json")):
         path.unlink(missing_ok=True)
     return len(paths)
 
 
-def _paths() -> list[Path]:
+def _paths(pattern: str = "*.json") -> list[Path]:
     with contextlib.suppress(OSError):
-        return [path for path in folder().glob("*.json") if path.is_file()]
+        return [path for path in folder().glob(pattern) if path.is_file()]
     return []

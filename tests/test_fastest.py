@@ -1,0 +1,180 @@
+"""Implementations of frozen layers are selected by a measurement, once per machine; no file can make freeze fail."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fused_models import SUBJECTS
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import vit_fast
+from vit_fast.blocks import fastest, packed
+from vit_fast.blocks.packed import can_pack
+from vit_fast.files import cache_folder
+from vit_fast.measure import cache
+
+pytestmark = [
+    pytest.mark.skipif(not can_pack(torch.float32), reason="torch without oneDNN or MKL"),
+    pytest.mark.usefixtures("own_cache"),
+]
+NAMES = ("default", "second", "third")
+MEASURE = fastest._measure  # which conftest.py replaces
+
+
+class Machine:
+    """A clock that advances by given ms per call of an implementation; `busy` maps call numbers to other ms."""
+
+    def __init__(self, ms: dict[str, float], busy: dict[int, float]) -> None:
+        self.now, self.calls, self.ms, self.busy = 0.0, 0, ms, busy
+
+    def build(self, name: str) -> list[Callable[[], None]]:
+        return [functools.partial(self.run, name)] * 2 if name in self.ms else []
+
+    def run(self, name: str) -> None:
+        self.calls += 1
+        self.now += self.busy.get(self.calls, self.ms[name]) / 1e3
+
+
+@pytest.fixture
+def select(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[str, int]]]:
+    """Returns a function that returns the selected implementation and the number of calls, as in a new process."""
+
+    def select(layer: str = "layer", busy: dict[int, float] | None = None, **ms: float) -> tuple[str, int]:
+        machine = Machine(ms, busy or {})
+        monkeypatch.setattr(fastest, "perf_counter", lambda: machine.now)
+        monkeypatch.setattr(fastest, "_measure", MEASURE)
+        fastest._selected.cache_clear()
+        return fastest.fastest(layer, NAMES, machine.build), machine.calls
+
+    yield select
+    fastest._selected.cache_clear()
+
+
+def the_file() -> Path:
+    (path,) = (cache_folder() / "cpu").iterdir()
+    return path
+
+
+def test_the_fastest_is_selected(select: Any) -> None:
+    assert select("a", default=3, second=1, third=2)[0] == "second"
+    assert select("b", default=1, second=0.97, third=2)[0] == "default", "within the noise"
+    assert select("c", default=3, third=2)[0] == "third", "an implementation is not supported"
+    assert select("d", third=2) == ("third", 0)
+    interrupted = dict.fromkeys(range(7, 90, 7), 50.0)
+    assert select("e", interrupted, default=3, second=1, third=2)[0] == "second"
+
+
+@pytest.mark.parametrize("busy", [dict.fromkeys(range(7, 13), 50.0), dict.fromkeys(range(999), 500.0)])
+def test_a_disturbed_result_is_not_stored(busy: dict[int, float], select: Any) -> None:
+    """In the first case, the only even round of a slow layer is slow; in the second, calls take far too long."""
+    busy |= dict.fromkeys(range(19, 25), 50.0)
+    assert select(busy=busy, default=30, second=10, third=20)[0] == "default"
+    assert not (cache_folder() / "cpu").exists()
+    assert select(default=30, second=10, third=20)[0] == "second"
+
+
+def test_results_are_cached(select: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select(default=3, second=1, third=2)[1] > 0
+    assert select(default=1, second=3, third=3) == ("second", 0)
+    assert select("other", default=1, second=3, third=3)[0] == "default"
+    assert set(json.loads(the_file().read_text())["selected"]) == {"layer", "other"}
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert select(default=1, second=3, third=3)[0] == "default", "with other instructions"
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert select(default=1, second=3, third=3)[0] == "default"
+    finally:
+        torch.set_num_threads(threads)
+    assert select(default=1, second=3, third=3) == ("second", 0)
+    assert cache.clear() == 0 and not list((cache_folder() / "cpu").iterdir())
+
+
+def test_another_process_writes_the_same_file(select: Any) -> None:
+    select("first", default=3, second=1, third=2)
+    path, build = the_file(), Machine({"default": 3, "third": 1}, {}).build
+    text = json.loads(path.read_text())
+    path.write_text(json.dumps(text | {"selected": text["selected"] | {"of the other process": "third"}}))
+    fastest.fastest("second", NAMES, build)
+    assert set(json.loads(path.read_text())["selected"]) == {"first", "second", "of the other process"}
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[1]", b"{}", b'{"selected": 3}', b'{"selected": {"layer": "removed"}}', b"\xff", b"[" * 100_000]
+)
+def test_a_damaged_file_is_measured_again(text: bytes, select: Any) -> None:
+    select(default=3, second=1, third=2)
+    the_file().write_bytes(text)
+    assert select(default=3, second=1, third=2)[1] > 0
+    assert select(default=3, second=1, third=2) == ("second", 0)
+
+
+@pytest.mark.parametrize("blocked", ["folder", "file", "pipe"])
+def test_a_cache_that_cannot_be_used(blocked: str, select: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    select(default=3, second=1, third=2)
+    if blocked == "folder":
+        monkeypatch.setenv("VIT_FAST_CACHE", f"{os.devnull}/nowhere")
+    else:
+        (path := the_file()).unlink()
+        path.mkdir() if blocked == "file" else os.mkfifo(path)
+    for _ in range(2):
+        name, calls = select(default=3, second=1, third=2)
+        assert name == "second" and calls > 0
+
+
+def test_freeze_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second process, and updates of the weights, measure nothing. All blocks use the same implementations."""
+    measured: list[list[str]] = []
+    monkeypatch.setattr(fastest, "_measure", lambda calls: measured.append([*calls]) or ([*calls][-1], True))
+    for process in range(2):
+        fastest._selected.cache_clear()
+        model = SUBJECTS["vit-fast"].build().eval()
+        vit_fast.fuse(model, "sdpa")
+        vit_fast.freeze(model)
+        names = ["onednn-epilogue", "onednn", "aten", "mkl"]
+        assert names in measured and names[1:] in measured and ["graph", "flash"] in measured
+        before = len(measured)
+        with torch.no_grad():
+            model.blocks[0].mlp.fc1.weight.mul_(2)
+            model(**SUBJECTS["vit-fast"].inputs())
+        for block in model.blocks:
+            steps = block.vit_fast_parts.frozen.steps()
+            assert {steps.qkv._by, steps.proj._by, steps.fc1._by, steps.fc2._by} == {"mkl"}
+            assert steps.select_attention(40) == "flash"
+        assert len(measured) == before
+        measured[:] = measured if process == 0 else []
+    fastest._selected.cache_clear()
+
+
+def test_nothing_is_measured_while_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(name: str) -> list[Callable[[], None]]:
+        raise AssertionError(f"built {name}")
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        assert fastest.fastest("layer", NAMES, build) == "default"
+        return x + 1
+
+    with FakeTensorMode():
+        call(torch.zeros(2))
+    torch.jit.trace(call, torch.zeros(2), check_trace=False)
+    torch.vmap(call)(torch.zeros(2))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    call(torch.zeros(2))
+    assert not cache_folder().exists()
+
+
+def test_attention_of_the_nearest_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_size(key: str, names: list[str], build: Any) -> str:
+        return "flash" if "50 tokens" in key else "graph"
+
+    monkeypatch.setattr(packed, "fastest", by_size)
+    select = packed._fastest_attention(torch.float32, 3, 64)
+    assert [select(tokens) for tokens in (1, 49, 65, 196, 257, 1025)] == ["flash"] * 3 + ["graph"] * 3
