@@ -236,7 +236,7 @@ def prepare(
         reason = describe_error(error)
         if any(sign in reason for sign in ("No available kernel", "No viable backend")):
             status, reason = "unsupported", "this attention kernel of torch does not support the device, dtype or shape"
-        if isinstance(error, TimeoutError) and limit_s < CANDIDATE_SECONDS:
+        if isinstance(error, TimeoutError) and seconds < CANDIDATE_SECONDS:
             status, reason = "skipped", OUT_OF_TIME
     return None, make_row(group, candidate, status, reason)
 
