@@ -65,7 +65,7 @@ def test_a_job_of_tests(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_ceilings")
 def test_a_job_of_bench_leaves_a_record_of_each_run(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(gpu_check, "JOBS", [Job("mlp", "mlp", 60.0, runs=(BENCH, BENCH | {"train": True}))])
-    gpu_check.measure("mlp", str(tmp_path), time.time() + 60)
+    gpu_check.measure("mlp", str(tmp_path), time.time() + 6000)
     rows = [json.loads((tmp_path / name / "record.json").read_bytes())["rows"][0] for name in "01"]
     assert [(row["status"], row["task"]) for row in rows] == [("measured", "inference"), ("measured", "training")]
     wrong = gpu_check.outcome_of([rows[0] | {"status": "incorrect"}])
@@ -132,7 +132,19 @@ def test_the_kernels_of_a_block_are_compared_with_the_model(tmp_path: Path, monk
     ]
     block = [["_matmul_kernel", 5.0], ["_attention_fwd_kernel", 8.0]]
     launches = [["cublas", 9.0], ["_layer_norm_kernel", 1.0], *block, *block, ["_matmul_kernel", 1.0]]
-    rows = [{"status": "measured", "model": "m", "batch": 8, "explained": {"launches": launches}}]
+    rows = [
+        {
+            "status": "measured",
+            "model": "m",
+            "dtype": "bf16",
+            "precision": "bf16",
+            "data": "device",
+            "img_size": [224, 224],
+            "candidate": "c",
+            "batch": 8,
+            "explained": {"launches": launches},
+        }
+    ]
     record = {"format": records.FORMAT, "machine": {"gpu": {"capability": "9.0"}}, "rows": rows}
     (tmp_path / "ViT-B_kernels" / "0").mkdir(parents=True)
     (tmp_path / "ViT-B_kernels" / "0" / "record.json").write_text(json.dumps(record))
