@@ -23,6 +23,7 @@ from vit_fast.version import __version__, installed
 
 from . import graphs
 from .deployment import trtexec_line
+from .half import check_parameters, keep_in_range
 from .options import ATTENTION_OPSET, ExportOptions, Precision, Target, default_opset
 from .preprocessing import prepend, preprocessing_model
 from .quantize import quantize
@@ -53,7 +54,8 @@ def export_onnx(
         dynamic_batch: True accepts any batch size, False only 1.
         dynamic_size: Accept any height and width divisible by the patch size; positions are interpolated in the graph.
         precision: "fp32", "fp16", "bf16", "int8" (calibrated), "int8-dynamic" (ranges are computed at run time), or
-            "fp8" (e4m3, calibrated). If 8 bits change the outputs too much, some layers stay in float.
+            "fp8" (e4m3, calibrated). If 8 bits change the outputs too much, some layers stay in float. Layers that can
+            overflow in fp16 stay in fp32; this is measured on `images`, and skipped without `verify`.
         preprocess: Accept uint8 pixels [batch, height, width, channels] of any size; the file resizes, crops and
             normalizes the images.
         target: "generic": standard operators only. "ort-cpu", "ort-cuda": ONNX Runtime's fused operators. "tensorrt":
@@ -102,12 +104,16 @@ def export_onnx(
         reasons = [f"ONNX Runtime runs bf16 on CUDA only, but {reason}" for reason in reasons]
         reasons.append("to export without verification, pass verify=False (--no-verify)")
         raise UnsupportedInputError("a bf16 file cannot be verified on this machine", reasons)
+    if options.dtype == "fp16":
+        check_parameters(vit)
     labeled = None if validation is None else check_labeled(Path(validation), vit, options)
 
     output = output if vit.num_classes else "features"
     report = ExportReport(str(path), vit.name, vit.library, options.opset, target, precision, output)
     with file_aside(path) as aside:
         graph = graphs.capture(vit, options)
+        if options.dtype == "fp16":
+            report.in_fp32 = keep_in_range(graph, vit, _batches(verified[:IMAGES], vit, options))
         report.fusions = graphs.optimize(graph, vit, options)
         if options.is_eight_bit:
             batches, held_out = (_batches(images, vit, options) for images in (measured, verified))

@@ -49,6 +49,7 @@ from .runtime.runner import open_session
 
 BATCH = "batch"
 PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20  # bytes of weights in one file: protobuf's 2 GiB, minus room for the graph
+SCOPES = "pkg.torch.onnx.name_scopes"  # metadata of nodes: names of the modules around them, until `optimize`
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -195,7 +196,6 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
     names = (BATCH, "channels", *(f"{patch}*{name}" for patch, name in zip(vit.patch_hw, ("rows", "columns"))))
     for value in (model.graph.inputs[0], model.graph.outputs[0]):  # torch's names of dynamic dimensions are like s34
         value.shape = ir.Shape([dim if isinstance(dim, int) else name for dim, name in zip(value.shape or (), names)])
-    common_passes.ClearMetadataAndDocStringPass()(model)
     return model
 
 
@@ -247,6 +247,7 @@ def optimize(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
     if options.target == "ort-cuda":
         fuse_skip_layer_normalization(model)
     common_passes.RemoveUnusedNodesPass()(model)
+    common_passes.ClearMetadataAndDocStringPass()(model)
     skip_note = "only an addition directly before a LayerNorm is fused"
     wanted = [
         (options.attention, vit.attentions, "only scaled_dot_product_attention without a mask is fused"),

@@ -121,6 +121,7 @@ class ExportReport:
     reference: str | None = None  # of the comparison, e.g. "eager fp64"
     device: str | None = None  # of the comparison, "CPU" or "CUDA"; for int8, with the kinds of CPUs
     budget: str = ""  # the largest error that passes
+    in_fp32: tuple[str, ...] = ()  # layers of an fp16 file whose values are too large for fp16
     eight_bit: Quantized | None = None  # None for other precisions
     accuracy: Accuracy | None = None  # None without labeled images
     trtexec: str | None = None  # the command that builds a TensorRT engine from the file; None for other targets
@@ -145,7 +146,7 @@ class ExportReport:
         facts = asdict(self)
         verification = {name: facts[name] for name in ("reference", "device", "budget", "checks")}
         facts["verification"] = verification if self.checks else "not verified"
-        return {name: facts[name] for name in ("verification", "eight_bit", "accuracy")}
+        return {name: facts[name] for name in ("verification", "in_fp32", "eight_bit", "accuracy")}
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"verified": self.verified, "max_error": self.max_error}
@@ -162,6 +163,7 @@ class ExportReport:
             ("output", self.output),
             ("size", f"{self.bytes / 1e6:.1f} MB{beside}"),
             (f"{sum(self.nodes.values())} nodes", self.nodes),
+            ("in fp32, because fp16 may overflow", "; ".join(self.in_fp32)),
             ("8-bit", self.eight_bit and self.eight_bit.line()),
             *(("fused", fusion.line()) for fusion in self.fusions if fusion.complete),
             ("verified on", self.device),

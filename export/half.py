@@ -1,0 +1,147 @@
+"""Keeps layers of fp16 graphs in fp32 if their values can exceed the range of fp16, which makes GPUs return NaN.
+
+ONNX Runtime's CPU provider computes fp16 in fp32, so that its outputs do not show an overflow. This file computes the
+graph in fp32 before operators are fused, and measures the largest magnitudes:
+
+    values    inputs and outputs of all operators, at most LIMIT
+    scores    inputs of a softmax, and q k^T times the scale inside of attention, at most SCORES
+    sums      partial sums of matmuls, before the scale in attention; max |x| max |w_j| bounds them, at most SUMS
+
+A LayerNormalization computes its statistics in fp32 (stash_type = 1).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.libraries.interface.image_model import ImageModel
+
+from .graphs import SCOPES, add_constant, append, constant_of, run_graph
+
+FP16_MAX = float(np.finfo(np.float16).max)  # 65504
+SUMS = FP16_MAX / 2  # other images than the measured ones may have larger values
+LIMIT = SUMS / 2  # GELU reaches 2 x inside, in x (1 + erf(x / sqrt(2)))
+SCORES = 1024.0  # fp16 rounds larger scores by more than 0.25, and changes their probabilities by more than 28 %
+HALF, FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT
+
+
+def keep_in_range(model: ir.Model, vit: ImageModel, batches: Sequence[np.ndarray]) -> tuple[str, ...]:
+    """Makes nodes that can overflow compute in fp32, in place; returns the layers and their largest values."""
+    peaks = overflowing(model, batches) if batches else {}
+    widen(model.graph, peaks)
+    layers: dict[str, list[ir.Node]] = defaultdict(list)
+    for node in peaks:
+        scopes = [
+            scope for scope in ast.literal_eval(node.metadata_props.get(SCOPES, "[]")) if scope.startswith("model")
+        ]
+        layers[scopes[-1].removesuffix(".vit_fast_exported").removeprefix("model").strip(".") if scopes else ""].append(
+            node
+        )
+    parameters = {name: p.detach().half().cpu().numpy() for name, p in vit.model.named_parameters() if p.ndim == 2}
+    lines = []
+    for scope, nodes in layers.items():
+        parts = ", ".join(dict.fromkeys(_name(node, parameters).removeprefix(f"{scope}.") for node in nodes))
+        lines.append(f"{scope or vit.name}: {parts} (up to {max(peaks[node] for node in nodes):.3g})")
+    return tuple(lines)
+
+
+def check_parameters(vit: ImageModel) -> None:
+    """Raises UnsupportedInputError if fp16 cannot represent a parameter."""
+    peaks = {name: float(p.detach().abs().max()) for name, p in vit.model.named_parameters() if p.numel()}
+    reasons = [f"{name} must not exceed {FP16_MAX:g}, got {peak:g}" for name, peak in peaks.items() if peak > FP16_MAX]
+    if reasons:
+        raise UnsupportedInputError("fp16", [*reasons, "export with precision bf16 or fp32"])
+
+
+def overflowing(model: ir.Model, batches: Sequence[np.ndarray]) -> dict[ir.Node, float]:
+    """Returns the nodes that can overflow in fp16, with the largest magnitudes of their values or sums."""
+    copy = ir.serde.deserialize_model(ir.serde.serialize_model(model))
+    twins = list(zip(model.graph, copy.graph))
+    widen(copy.graph, [twin for _, twin in twins])
+    probes: list[tuple[Collection[ir.Node], float, ir.Value]] = []  # a node is too large if the value exceeds the limit
+    for node, twin in twins:
+        for value, wide in zip(node.outputs, twin.outputs):
+            readers = [use.node for use in value.uses()]
+            if value.dtype == HALF:
+                is_score = any(reader.op_type == "Softmax" for reader in readers)
+                probes.append(([node, *readers], SCORES if is_score else LIMIT, wide))
+        probes += [([node], limit, bound) for limit, bound in _inside(copy.graph, twin)]
+    outputs = [_largest(copy.graph, value) for _, _, value in probes]
+    copy.graph.sort()
+    runs = [np.stack(arrays) for arrays in run_graph(copy, batches, outputs)]
+    peaks: dict[ir.Node, float] = {}
+    for (nodes, limit, _), peak in zip(probes, np.max(runs, axis=0)):
+        for node in nodes if not peak <= limit else ():
+            peaks[node] = max(peaks.get(node, 0.0), float(peak))
+    return {node: peaks[node] for node in model.graph if node in peaks}
+
+
+def _largest(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """Appends the largest finite magnitude; masks contain infinities."""
+    magnitude = append(graph, "Abs", value)
+    finite = append(graph, "Where", append(graph, "IsInf", magnitude), np.float32(0), magnitude)
+    peak = append(graph, "ReduceMax", finite, keepdims=0)
+    peak.dtype, peak.shape = FLOAT, ir.Shape([])
+    return peak
+
+
+def _inside(graph: ir.Graph, node: ir.Node) -> Iterator[tuple[float, ir.Value]]:
+    """Appends what an operator computes inside, in fp32; yields limits and values."""
+    inputs: Any = node.inputs
+    if node.op_type == "Conv":
+        magnitudes = [append(graph, "Abs", value) for value in inputs]
+        yield SUMS, append(graph, "Conv", *magnitudes, **{name: a.value for name, a in node.attributes.items()})
+    if node.op_type not in ("MatMul", "Gemm", "MultiHeadAttention", "Attention"):
+        return
+    (x, y), axis = inputs[:2], -1 if node.attributes.get_int("transB", 0) else -2
+    if node.op_type.endswith("Attention"):
+        heads = node.attributes.get_int("num_heads", 0) or node.attributes.get_int("q_num_heads", 0)
+        if heads:  # [B, N, H * D]
+            by_head = [append(graph, "Reshape", value, np.array([0, 0, heads, -1])) for value in (x, y)]
+            x, y = (append(graph, "Transpose", value, perm=(0, 2, 1, 3)) for value in by_head)
+        y = append(graph, "Transpose", y, perm=(0, 1, 3, 2))
+        yield SCORES / node.attributes.get_float("scale", 1.0), append(graph, "MatMul", x, y)
+    norms = [append(graph, "ReduceL2", value, np.array([a]), keepdims=0) for value, a in ((x, -1), (y, axis))]
+    yield SUMS, append(graph, "Mul", *(append(graph, "ReduceMax", norm, keepdims=0) for norm in norms))
+
+
+def widen(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:
+    """Makes nodes read, compute and write fp32 instead of fp16, in place."""
+    in_fp32: dict[ir.Value, ir.Value] = {}
+    for node in [node for node in graph if node in nodes]:
+        for i, value in enumerate(node.inputs):
+            if value is None or value.dtype != HALF:
+                continue
+            if value not in in_fp32 and (array := constant_of(value)) is not None:
+                in_fp32[value] = add_constant(graph, array.astype(np.float32))
+            elif value not in in_fp32:
+                in_fp32[value] = append(graph, "Cast", value, to=FLOAT)
+            node.replace_input_with(i, in_fp32[value])
+        if node.op_type == "Cast" and node.attributes.get_int("to") == HALF:
+            node.attributes.add(ir.AttrInt64("to", FLOAT))
+        for value in node.outputs:
+            if value.dtype == HALF:
+                value.dtype = FLOAT
+                readers = [use for use in value.uses() if use.node not in nodes]
+                if readers:
+                    narrow = append(graph, "Cast", value, to=HALF)
+                    narrow.dtype = HALF
+                    for reader in readers:
+                        reader.node.replace_input_with(reader.idx, narrow)
+    graph.sort()
+
+
+def _name(node: ir.Node, parameters: Mapping[str, np.ndarray]) -> str:
+    """Returns the name of the layer whose weight [C, F] the node reads, or its operator."""
+    for array in map(constant_of, node.inputs):
+        for name, weight in parameters.items():
+            if array is not None and (np.array_equal(array, weight) or np.array_equal(array, weight.T)):
+                return name.removesuffix(".weight")
+    return node.op_type

@@ -1,0 +1,94 @@
+"""fp16 files do not overflow on any target, although ONNX Runtime's CPU provider would hide it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from digits import digits_vit, held_out
+from onnx.reference import ReferenceEvaluator
+from onnx_models import FAMILIES, make
+
+from vit_fast.apps.data import sample_image
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.export import export_onnx
+
+TARGETS: dict[str, dict[str, Any]] = {
+    "tensorrt": {"target": "tensorrt"}, "generic": {}, "opset 23": {"opset": 23}, "ort-cuda": {"target": "ort-cuda"},
+}  # fmt: skip
+
+
+def large_hidden(model: Any) -> None:
+    """A hidden unit near 65,504 that is not read."""
+    mlp = model.blocks[1].mlp
+    mlp.fc1.bias[5], mlp.fc1.weight[5, 3], mlp.fc2.weight[:, 5] = 6.5e4, 4e4, 0
+
+
+def large_scores(model: Any) -> None:
+    """One channel of q and k that adds 90,000 to all scores, which does not change the softmax."""
+    qkv = model.blocks[1].attn.qkv
+    for channel in (3, 64 + 3):
+        qkv.weight[channel], qkv.bias[channel] = 0, 300
+
+
+def large_residual(model: Any) -> None:
+    """A channel of the residual stream that exceeds 65,504, and that the norms ignore."""
+    model.pos_embed[..., 7] = 5e4
+    model.blocks[0].mlp.fc2.bias[7] = 3e4
+
+
+@pytest.mark.fast_cases("tensorrt-large_hidden", "opset 23-large_scores", "ort-cuda-large_scores")
+@pytest.mark.parametrize("change", [large_hidden, large_scores, large_residual], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("target", TARGETS)
+@torch.no_grad()
+def test_layers_that_overflow_stay_in_fp32(target: str, change: Any, tmp_path: Path) -> None:
+    """Evaluates the file with numpy, whose fp16 overflows as on a GPU."""
+    model = digits_vit()
+    change(model)
+    report = export_onnx(model, tmp_path / "m.onnx", precision="fp16", **TARGETS[target])
+    assert report.verified and any(line.startswith("blocks.1: ") for line in report.in_fp32)
+    assert report.in_fp32[0] in str(report) and ("on a CPU only" in str(report.warnings)) == (
+        target in ("tensorrt", "ort-cuda")
+    )
+    if change is large_hidden:
+        assert report.in_fp32 == (report.in_fp32[0],) and "mlp.fc1, Add, Gelu, mlp.fc2" in report.in_fp32[0]
+    if target != "ort-cuda":
+        images = held_out()[0][:4]
+        (got,) = ReferenceEvaluator(str(tmp_path / "m.onnx")).run(None, {"images": images.numpy()})
+        np.testing.assert_allclose(got, model(images), atol=0.02 * model(images).abs().max().item())
+    halves = [t for t in onnx.load(tmp_path / "m.onnx").graph.initializer if t.data_type == onnx.TensorProto.FLOAT16]
+    assert len(halves) > 20, "the other layers stay in fp16"
+
+
+@pytest.mark.fast_cases("vit", "timm-siglip")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ordinary_models_stay_in_fp16(family: str, tmp_path: Path) -> None:
+    report = export_onnx(make(family), tmp_path / "m.onnx", precision="fp16", target="tensorrt")
+    assert report.verified and report.in_fp32 == ()
+    assert {t.data_type for t in onnx.load(tmp_path / "m.onnx").graph.initializer} <= {
+        onnx.TensorProto.FLOAT16, onnx.TensorProto.INT64,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def test_parameters_that_fp16_cannot_represent(tmp_path: Path) -> None:
+    model = digits_vit()
+    model.blocks[2].mlp.fc1.bias[0] = 7e4
+    with pytest.raises(UnsupportedInputError, match=r"blocks\.2\.mlp\.fc1\.bias must not exceed 65504, got 70000"):
+        export_onnx(model, tmp_path / "m.onnx", precision="fp16")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@torch.no_grad()
+def test_float_layers_of_8_bit_files(precision: Any, tmp_path: Path) -> None:
+    """TensorRT computes them in fp16."""
+    model, images = digits_vit(), {"calibration": [sample_image()], "images": [sample_image()]}
+    large_residual(model)
+    report = export_onnx(model, tmp_path / "m.onnx", precision=precision, target="tensorrt", **images)  # type: ignore[arg-type]
+    assert report.verified and any("Add" in line for line in report.in_fp32)
