@@ -132,7 +132,7 @@ def test_errors_are_one_line_and_status_2(models: Path, tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize("weights", ["m.safetensors", "m.onnx"])
 def test_unreadable_images_are_skipped_and_listed(weights: str, models: Path, tmp_path: Path, capsys: Any) -> None:
-    """As with --out. Also prints names that are not valid UTF-8, of images and of classes."""
+    """Skips bad images, too. Also prints names that are not valid UTF-8, of images and of classes."""
     whole, latin = Path(PHOTO).read_bytes(), os.fsdecode(b"caf\xe9")
     for place in ("3", latin):
         (tmp_path / place).mkdir()

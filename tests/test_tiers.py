@@ -31,7 +31,7 @@ def test_few_cases_contain_all_combinations(strength: int, most: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """As pytest names a case of `test_a` or `test_b` on the emulator."""
+    """Stands for a case of `test_a` or `test_b` on the emulator, with the name that pytest gives it."""
 
     originalname: str
     case: str

@@ -148,11 +148,11 @@ class Scheme:
         1.31.1, timm with random weights, digits of the tests, 2026-11-28):
 
             weights                      digits   vit_tiny   vit_small   vit_tiny, ms   vit_small, ms
-            8 bits, as with VNNI         0.0156   0.0263     0.0318
+            8 bits, exact sums           0.0156   0.0263     0.0318
             8 bits, saturating           0.0718   0.0575     0.0737
             7 bits                       0.0205   0.0426     0.0489
             these scales                 0.0177   0.0284     0.0354      19.5, 148      59.5, 385
-            uint8                        0.0156   0.0263     0.0318      21.1, 161      65.2, 458
+            uint8 (error not measured)                                   21.1, 161      65.2, 458
             fp32                                                         23.4, 177      82.0, 550
         """
         peaks = np.abs(weight).max(axis=0)
