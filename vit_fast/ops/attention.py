@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +12,10 @@ from torch import Tensor
 
 from ..errors import UnsupportedInputError
 from . import reference
+from .attention_bias import additive_mask, by_groups, checked_terms, score_terms
+from .attention_sequences import by_sequences, with_block_mask
 from .backends import kernel_reasons, resolve_backend
-from .descriptions import DTYPES, E4M3, Keys, check_dtype, check_keys, check_tensors, key_mask_of
+from .descriptions import DTYPES, E4M3, Keys, ScoreTerms, check_dtype, check_keys, check_tensors, key_mask_of
 from .registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype, operator
 
 MIN_HEAD_DIM = 16
@@ -29,18 +30,29 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     key_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    window_mask: Tensor | None = None,
+    rel: tuple[Tensor, Tensor] | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Computes softmax attention, softmax(scale * q k^T) v, without a causal mask.
+    """Computes softmax attention, softmax(scale * q k^T + bias) v, without a causal mask.
+
+    The value -inf in `bias` or `window_mask` masks a key. The output and the gradients of a query without keys are 0.
 
     Args:
         q: Queries [B, H, N_q, D]: batch, heads, tokens, head_dim; fp32, fp16, bf16 or fp64.
         k: Keys [B, H, N_kv, D] with q's device and dtype. Under autocast, q, k and v may mix fp32, fp16 and bf16.
         v: Values [B, H, N_kv, D] with k's device and dtype.
-        scale: Multiplier of q k^T; None means D**-0.5. triton requires a positive finite number.
-        key_mask: bool [B, N_kv], False for padding. If all keys of a batch element are padding, its output is 0.
+        scale: Multiplier of q k^T: a number, or a tensor [H]; None means D**-0.5. For triton, a number must be positive
+            and finite.
+        key_mask: bool [B, N_kv], False for padding.
+        bias: [H or 1, N_q, N_kv] or [B or 1, H or 1, N_q, N_kv], in fp32 or q's dtype; added to the scores.
+        window_mask: [W, N_q, N_kv] without a gradient, in fp32 or q's dtype. Batch element b adds row b % W, as in the
+            shifted windows of Swin.
+        rel: Pair (rel_h [B, H, N_q, Kh], rel_w [B, H, N_q, Kw]) in q's dtype, for keys on a grid with
+            N_kv = Kh * Kw. Adds rel_h[..., m // Kw] + rel_w[..., m % Kw] to the score of key m, as in SAM and MViTv2.
         backend: "eager", "sdpa", "triton", or "auto" to choose triton or sdpa by device, dtype and TF32 setting.
             triton does not support fp64, and requires D between 16 and 128 with stride 1 in q, k and v.
     Returns:
@@ -51,22 +63,31 @@ def attention(
     Source: "Attention Is All You Need", arXiv 1706.03762, equation 1; FlashAttention-2, arXiv 2307.08691.
     """
     check_tensors(q=q, k=k, v=v)
-    return _attend([q, k, v], None if key_mask is None else Keys(mask=key_mask), scale, backend)
+    keys, terms = None if key_mask is None else Keys(mask=key_mask), score_terms(scale, bias, window_mask, rel)
+    return _attend([q, k, v], keys, scale, backend, terms)
 
 
-def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str = "auto") -> Tensor:
+def attention_qkvpacked(
+    qkv: Tensor,
+    *,
+    scale: float | Tensor | None = None,
+    bias: Tensor | None = None,
+    window_mask: Tensor | None = None,
+    rel: tuple[Tensor, Tensor] | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """Computes `attention` from the output of the qkv linear layer, without separate copies of q, k and v.
 
     Args:
         qkv: Output of the qkv layer as [B, N, 3, H, D]. See `attention` for dtypes and D.
-        scale, backend: See `attention`, which also lists the errors.
+        scale, bias, window_mask, rel, backend: See `attention`, which also lists the errors.
     Returns:
         [B, N, H, D] in the dtype that `attention` returns.
     """
     check_tensors(qkv=qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must have shape [B, N, 3, H, D], got {tuple(qkv.shape)}")
-    return attention_among(qkv, None, scale=scale, backend=backend)
+    return _attend([qkv], None, scale, backend, score_terms(scale, bias, window_mask, rel))
 
 
 def attention_varlen(
@@ -116,13 +137,24 @@ def attention_varlen_qkvpacked(
     return attention_among(qkv, Keys(cu_seqlens, max_seqlen), scale=scale, backend=backend)
 
 
-def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Attends to `keys` (None: all). `qkv` is [B, N, 3, H, D], or packed [total, 3, H, D] or [1, total, 3, H, D]."""
-    return _attend([qkv], keys, scale, backend)
+def attention_among(
+    qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto",
+    terms: ScoreTerms | None = None,
+) -> Tensor:  # fmt: skip
+    """Attends to `keys` (None: all). `qkv` is [B, N, 3, H, D], or packed [total, 3, H, D] or [1, total, 3, H, D].
+
+    `terms` must be None for packed sequences.
+    """
+    return _attend([qkv], keys, scale, backend, terms)
 
 
-def _attend(qkv: Sequence[Tensor], keys: Keys | None, scale: float | None, backend: str) -> Tensor:
-    """Checks the tensors and computes attention. See `attention_forward` for the layouts of `qkv` and the output."""
+def _attend(
+    qkv: Sequence[Tensor], keys: Keys | None, scale: Any, backend: str, terms: ScoreTerms | None = None
+) -> Tensor:
+    """Checks the tensors and computes attention. See `attention_forward` for the layouts of `qkv` and the output.
+
+    A tensor in terms.scale replaces `scale`.
+    """
     first = qkv[0]
     cu_seqlens, max_seqlen, key_mask = keys or (None, 0, None)
     backend = resolve_backend(backend, first.device, first.dtype)
@@ -136,21 +168,33 @@ def _attend(qkv: Sequence[Tensor], keys: Keys | None, scale: float | None, backe
         raise ValueError(message)
     if keys is not None:
         check_keys(keys, first.shape[0], first.shape[1] if len(qkv) == 1 else qkv[1].shape[2], first.device)
+    if terms is not None:
+        terms = checked_terms(terms, keys, *_heads_first(qkv)[:2])
+    if runs_kernel and terms is not None:
+        reason = "a bias, window_mask, rel or a tensor as scale needs a kernel that does not exist yet: use 'sdpa'"
+        raise UnsupportedInputError("attention with backend='triton'", [reason])
     if runs_kernel:
         out: Tensor = attention_kernel(qkv, cu_seqlens, key_mask, max_seqlen, softmax_scale(first, scale))[0]
         return out
+    if terms is not None and terms.groups is not None:
+        alone = terms._replace(groups=None)
+        return by_groups(lambda part: _attend([part], None, scale, backend, alone), first, terms.groups)
     q, k, v = _heads_first(qkv)
     if cu_seqlens is not None:
         if is_exporting():
-            out = _with_block_mask(q, k, v, cu_seqlens, scale)
+            out = with_block_mask(q, k, v, cu_seqlens, scale)
         else:
             attend = reference.attention if backend == "eager" else F.scaled_dot_product_attention
-            out = _by_sequences(attend, q, k, v, cu_seqlens, max_seqlen, scale)
+            out = by_sequences(attend, q, k, v, cu_seqlens, max_seqlen, scale)
         return out[None] if first.dim() == 5 else out
     if backend == "eager":
-        out = reference.attention(q, k, v, scale=scale, key_mask=key_mask)
+        out = reference.attention(q, k, v, scale=scale, key_mask=key_mask, terms=terms)
     else:
         mask = None if key_mask is None else key_mask[:, None, None, :]
+        if terms is not None:
+            mask = additive_mask(terms, q, mask)
+            if terms.scale is not None:
+                q, scale = (q * terms.scale[:, None, None]).to(q.dtype), 1.0
         out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     return out if len(qkv) == 3 else out.transpose(1, 2)
 
@@ -218,45 +262,6 @@ def softmax_scale(tensor: Tensor, scale: float | None) -> float:
 def _fused_sdpa_is_allowed() -> bool:
     cuda = torch.backends.cuda
     return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
-
-
-def _by_sequences(
-    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int,
-    scale: float | None,
-) -> Tensor:  # fmt: skip
-    """Calls `attend` once per group of consecutive sequences of equal length; returns [total, H, D].
-
-    Reads cu_seqlens, which synchronizes with the device. Raises ValueError if cu_seqlens or max_seqlen is invalid.
-    """
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))  # [total, H, D]
-    bounds: list[int] = cu_seqlens.tolist()
-    lengths = [end - start for start, end in itertools.pairwise(bounds)]
-    if bounds[0] != 0 or bounds[-1] > len(q) or min(lengths, default=0) < 0:
-        shown = f"{bounds[:8]}{' ...' if len(bounds) > 8 else ''}"
-        limit = f"{len(q)}, the number of tokens"
-        raise ValueError(f"cu_seqlens must start with 0, never decrease and end with at most {limit}, got {shown}")
-    if max(lengths, default=0) > max_seqlen:
-        raise ValueError(f"max_seqlen must be at least {max(lengths)}, the longest sequence, got {max_seqlen}")
-    outputs, start = [], 0
-    for length, group in itertools.groupby(lengths):
-        end = start + length * len(list(group))
-        if length:
-            query, key, value = (tensor[start:end].unflatten(0, (-1, length)).transpose(1, 2) for tensor in (q, k, v))
-            outputs.append(attend(query, key, value, scale=scale).transpose(1, 2).flatten(0, 1))
-        start = end
-    if start < len(q) or not outputs:
-        everything = torch.ones((), dtype=torch.bool, device=q.device)
-        outputs.append(q[start:].masked_fill(everything, 0).to(matmul_dtype(q)))  # 0 even if q contains NaN
-    return torch.cat(outputs)
-
-
-def _with_block_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None) -> Tensor:
-    """Calls SDPA with a block-diagonal mask, for exported models; returns [total, H, D]."""
-    token = torch.arange(q.shape[2], device=q.device)
-    sequence = (token[:, None] >= cu_seqlens[None, 1:]).sum(1)  # [total]
-    inside = sequence < cu_seqlens.shape[0] - 1
-    allowed = (sequence[:, None] == sequence[None, :]) & inside[None, :]
-    return F.scaled_dot_product_attention(q, k, v, allowed, scale=scale)[0].transpose(0, 1).contiguous()
 
 
 def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[str]:

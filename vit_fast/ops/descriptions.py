@@ -76,6 +76,25 @@ class Keys(NamedTuple):
     mask: Tensor | None = None
 
 
+class ScoreTerms(NamedTuple):
+    """Tensors that change the scores of attention; None means absent. See `attention` for shapes and dtypes.
+
+    Attributes:
+        rel_h, rel_w: The pair `rel`.
+        scale: Multiplier of q k^T per head [H], instead of a number.
+        groups: int32 or int64 [W, n]: the numbers of the tokens in each of W groups (windows) per image. Each of the
+            W * n tokens must be in one group. A query attends to the keys of its group. N_q and N_kv of the other
+            tensors are then n, and their batch is B * W, with the groups of an image adjacent.
+    """
+
+    bias: Tensor | None = None
+    window_mask: Tensor | None = None
+    rel_h: Tensor | None = None
+    rel_w: Tensor | None = None
+    scale: Tensor | None = None
+    groups: Tensor | None = None
+
+
 class BlockTensors(NamedTuple):
     """The parameters of a block. Absent parameters, and all parameters of an absent half (attention or MLP), are None.
 

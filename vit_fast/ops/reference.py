@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -10,22 +11,48 @@ from torch import Tensor
 
 from ..layers import ACTIVATIONS as ACTIVATIONS
 from ..positions import rotate
-from .descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope
+from .descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope, ScoreTerms
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, key_mask: Tensor | None = None) -> Tensor:
-    """Computes softmax(scale * q k^T) v for q [B, H, N_q, D] and k, v [B, H, N_kv, D]; see ops.attention."""
-    return attention_weights(q, k, scale=scale, key_mask=key_mask) @ v
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, key_mask: Tensor | None = None,
+    terms: ScoreTerms | None = None,
+) -> Tensor:  # fmt: skip
+    """Computes softmax(scale * q k^T + terms) v for q [B, H, N_q, D] and k, v [B, H, N_kv, D]; see ops.attention."""
+    return attention_weights(q, k, scale=scale, key_mask=key_mask, terms=terms).to(v.dtype) @ v
 
 
-def attention_weights(q: Tensor, k: Tensor, *, scale: float | None = None, key_mask: Tensor | None = None) -> Tensor:
-    """Computes softmax(scale * q k^T), [B, H, N_q, N_kv]; each row sums to 1, or to 0 if key_mask masks all keys."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = q * scale @ k.transpose(-2, -1)
-    if key_mask is None:
+def attention_weights(
+    q: Tensor, k: Tensor, *, scale: float | None = None, key_mask: Tensor | None = None,
+    terms: ScoreTerms | None = None,
+) -> Tensor:  # fmt: skip
+    """Computes softmax(scale * q k^T + terms), [B, H, N_q, N_kv]; each row sums to 1, or to 0 if all keys are masked.
+
+    terms.bias must have four dimensions, and terms.groups must be None.
+    """
+    factor: Tensor | float = q.shape[-1] ** -0.5 if scale is None else scale
+    if terms is not None and terms.scale is not None:
+        factor = terms.scale[:, None, None]
+    scores = (q * factor).to(q.dtype) @ k.transpose(-2, -1)
+    added = None if terms is None else score_bias(terms, q.shape[0])
+    valid = None if key_mask is None else key_mask[:, None, None, :]
+    if added is not None:
+        scores = scores + added
+        valid = added != -torch.inf if valid is None else valid & (added != -torch.inf)
+    if valid is None:
         return scores.softmax(dim=-1)
-    valid = key_mask[:, None, None, :]
     return scores.masked_fill(~valid, -torch.inf).softmax(dim=-1).masked_fill(~valid, 0)
+
+
+def score_bias(terms: ScoreTerms, batch: int) -> Tensor | None:
+    """Returns the sum of bias, window mask and rel, broadcastable to [batch, H, N_q, N_kv]; None if all are absent."""
+    parts = [] if terms.bias is None else [terms.bias]
+    if terms.window_mask is not None:
+        rows = torch.arange(batch, device=terms.window_mask.device) % terms.window_mask.shape[0]
+        parts.append(terms.window_mask[rows][:, None])
+    if terms.rel_h is not None and terms.rel_w is not None:
+        parts.append((terms.rel_h[..., :, None] + terms.rel_w[..., None, :]).flatten(-2))
+    return functools.reduce(torch.add, parts) if parts else None
 
 
 def normalize(x: Tensor, norm: Norm) -> Tensor:

@@ -1,0 +1,77 @@
+"""Attention with a bias, window mask, relative positions and a scale per head: every backend against the formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from bias_support import FORMS, bias_inputs, formula, in_dtype, output_and_gradients
+from kernel_support import DEVICE
+
+from vit_fast import ops
+
+SIZES = (4, 2, 6, 12, 16)
+COMBINED = (*((form,) for form in FORMS), ("bias", "masked", "window_mask", "rel", "scale", "key_mask"))
+
+
+@pytest.mark.parametrize("forms", COMBINED, ids="+".join)
+def test_eager_and_sdpa_compute_the_formula(forms: tuple[str, ...]) -> None:
+    """In fp64, with all gradients; queries without keys have output and gradients 0."""
+    made = in_dtype(bias_inputs(forms, SIZES, grid=4), torch.float64)
+    do = torch.randn(4, 2, 6, 16, dtype=torch.float64, device=DEVICE)
+    expected = output_and_gradients(formula, made, do)
+    for backend in ("eager", "sdpa"):
+        found = output_and_gradients(ops.attention, made, do, backend=backend)
+        torch.testing.assert_close(found, expected)
+    if "masked" in forms:
+        assert not expected["o"][:, :, 0].any() and not expected["bias"][:, :, 0].any()
+
+
+def test_qkvpacked_takes_the_same_terms() -> None:
+    made = bias_inputs(("bias", "window_mask", "rel", "scale"), (4, 2, 12, 12, 16), grid=4)
+    packed = torch.stack([made.pop(name) for name in "qkv"], 2).transpose(1, 3)  # [B, N, 3, H, D]
+    for backend in ("eager", "sdpa"):
+        found = ops.attention_qkvpacked(packed, **made, backend=backend)
+        torch.testing.assert_close(found, formula(*packed.transpose(1, 3).unbind(2), **made).transpose(1, 2))
+
+
+def test_gradcheck_of_the_reference() -> None:
+    made = in_dtype(bias_inputs(("bias", "masked", "rel", "scale"), (2, 2, 3, 4, 16), grid=2), torch.float64)
+    made |= {"bias": made["bias"].detach().clamp(min=-5.0).requires_grad_()}  # no finite difference of -inf
+
+    def attend(q: Any, k: Any, v: Any, bias: Any, h: Any, w: Any, scale: Any) -> Any:
+        return ops.attention(q, k, v, bias=bias, rel=(h, w), scale=scale, backend="eager")
+
+    *qkv, bias, rel, scale = made.values()
+    assert torch.autograd.gradcheck(attend, (*qkv, bias, *rel, scale), fast_mode=True)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "triton"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bias": (2, 6, 11)}, r"bias must have shape \[1 or 4, 1 or 2, 6, 12\] on .*, got \[1, 2, 6, 11\]"),
+        ({"bias": (6, 12)}, r"bias must have shape .* got \[6, 12\]"),
+        ({"window_mask": (2, 6, 6)}, r"window_mask must have shape \[any, 6, 12\]"),
+        ({"scale": (3,)}, r"scale must have shape \[2\]"),
+        ({"rel": ((4, 2, 6, 5), (4, 2, 6, 2))}, r"rel must have Kh \* Kw = 12, the number of keys, got 5 \* 2"),
+        ({"rel": ((4, 2, 5, 6), (4, 2, 6, 2))}, r"rel_h must have shape \[4, 2, 6, any\]"),
+    ],
+)
+def test_bad_shapes_are_named(change: dict[str, Any], message: str, backend: str) -> None:
+    made = bias_inputs((), SIZES)
+    for name, shape in change.items():
+        made[name] = tuple(map(torch.ones, shape)) if name == "rel" else torch.ones(shape)
+    with pytest.raises(ValueError, match=message):
+        ops.attention(**made, backend=backend)
+
+
+def test_other_errors() -> None:
+    made = bias_inputs((), SIZES, torch.float16)
+    with pytest.raises(ValueError, match=r"bias must be torch.float32 or torch.float16 like q, got torch.bfloat16"):
+        ops.attention(**made, bias=torch.ones(2, 6, 12, device=DEVICE, dtype=torch.bfloat16), backend="sdpa")
+    with pytest.raises(ValueError, match="window_mask must not require a gradient"):
+        ops.attention(**made, window_mask=torch.ones(1, 6, 12, device=DEVICE, requires_grad=True), backend="sdpa")
+    with pytest.raises(ValueError, match="rel must be a pair of tensors"):
+        ops.attention(**made, rel=torch.ones(4, 2, 6, 12, device=DEVICE), backend="sdpa")

@@ -1,0 +1,84 @@
+"""Attention with `ScoreTerms`: a bias, a window mask, decomposed relative positions, a scale per head, groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .descriptions import Keys, ScoreTerms, check_tensors
+
+
+def score_terms(
+    scale: float | Tensor | None, bias: Tensor | None, window_mask: Tensor | None, rel: tuple[Tensor, Tensor] | None
+) -> ScoreTerms | None:
+    """Groups the arguments of `attention`; returns None if `scale` is not a tensor and the others are absent."""
+    given: dict[str, Any] = {"bias": bias, "window_mask": window_mask}
+    if rel is not None:
+        if not isinstance(rel, tuple | list) or len(rel) != 2:
+            raise ValueError(f"rel must be a pair of tensors (rel_h, rel_w), got {type(rel).__name__}")
+        given |= {"rel_h": rel[0], "rel_w": rel[1]}
+    if isinstance(scale, Tensor):
+        given["scale"] = scale
+    given = {name: tensor for name, tensor in given.items() if tensor is not None}
+    check_tensors(**given)
+    return ScoreTerms(**given) if given else None
+
+
+def checked_terms(terms: ScoreTerms, keys: Keys | None, q: Tensor, k: Tensor) -> ScoreTerms:
+    """Checks the terms for q and k [B, H, N, D]; returns them with a bias of four dimensions."""
+    B, H, N, M = (*q.shape[:3], k.shape[2])
+    if keys is not None and (keys.cu_seqlens is not None or terms.groups is not None):
+        name = "packed sequences" if keys.cu_seqlens is not None else "a key_mask with groups"
+        raise ValueError(f"attention does not support {name} with a bias, window_mask, rel or a tensor as scale")
+    if (groups := terms.groups) is not None:
+        if groups.dtype not in (torch.int32, torch.int64) or groups.dim() != 2 or groups.numel() != N:
+            got = f"{groups.dtype} {list(groups.shape)}"
+            raise ValueError(f"groups must be torch.int32 or torch.int64 [W, n] with W * n = {N}, got {got}")
+        B, N, M = B * groups.shape[0], groups.shape[1], groups.shape[1]
+    bias = terms.bias
+    if bias is not None and bias.dim() == 3:
+        bias = bias[None]
+    Kh, Kw = (0 if rel is None else rel.shape[-1] for rel in (terms.rel_h, terms.rel_w))
+    wanted = {
+        "bias": ((1, B), (1, H), (N,), (M,)), "window_mask": (None, (N,), (M,)),
+        "rel_h": ((B,), (H,), (N,), None), "rel_w": ((B,), (H,), (N,), None), "scale": ((H,),),
+    }  # fmt: skip
+    terms = terms._replace(bias=bias)
+    for name, sizes in wanted.items():
+        tensor = getattr(terms, name)
+        if tensor is None:
+            continue
+        fits = tensor.dim() == len(sizes) and all(
+            wanted is None or size in wanted for size, wanted in zip(tensor.shape, sizes)
+        )
+        if not fits or tensor.device != q.device:
+            shown = [" or ".join(map(str, dict.fromkeys(size))) if size else "any" for size in sizes]
+            got = f"{list(tensor.shape)} on {tensor.device}"
+            raise ValueError(f"{name} must have shape [{', '.join(shown)}] on {q.device}, got {got}")
+        if tensor.dtype not in (q.dtype, torch.float32):
+            raise ValueError(f"{name} must be torch.float32 or {q.dtype} like q, got {tensor.dtype}")
+    if terms.rel_h is not None and Kh * Kw != M:
+        raise ValueError(f"rel must have Kh * Kw = {M}, the number of keys, got {Kh} * {Kw}")
+    if terms.window_mask is not None and terms.window_mask.requires_grad and torch.is_grad_enabled():
+        raise ValueError("window_mask must not require a gradient: call .detach(), or pass it as a part of bias")
+    return terms
+
+
+def additive_mask(terms: ScoreTerms, q: Tensor, valid: Tensor | None) -> Tensor | None:
+    """Returns the attn_mask of torch's scaled_dot_product_attention; `valid` is False for masked keys."""
+    added = reference.score_bias(terms, q.shape[0])
+    if added is None:
+        return valid
+    return (added if valid is None else added.masked_fill(~valid, -torch.inf)).to(q.dtype)
+
+
+def by_groups(attend: Callable[[Tensor], Tensor], qkv: Tensor, groups: Tensor) -> Tensor:
+    """Calls `attend` with the groups of qkv [B, N, 3, H, D] as its batch [B * W, n, 3, H, D]; returns [B, N, H, D]."""
+    tokens = groups.flatten()
+    windows = qkv.index_select(1, tokens).unflatten(1, tuple(groups.shape)).flatten(0, 1)
+    mixed = attend(windows).unflatten(0, (-1, groups.shape[0])).flatten(1, 2)
+    return torch.zeros_like(mixed).index_copy(1, tokens.long(), mixed)
