@@ -40,7 +40,7 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.fusion.fuse import sharing_copy
 from vit_fast.libraries.interface.image_model import ImageModel, Output
 from vit_fast.ops import qk_norm_rope, reference
-from vit_fast.ops.attention import softmax_scale
+from vit_fast.ops.attention import attention_among, softmax_scale
 from vit_fast.ops.descriptions import Keys, Rope
 
 from .options import ATTENTION_OPSET, GELU_OPSET, MICROSOFT, ExportOptions
@@ -78,7 +78,10 @@ class ExportedBlock(nn.Module):
             norm = attention.qk_norm and attention.qk_norm.now()
             heads = qk_norm_rope(heads, qk_norm=norm, rope=rope, backend="sdpa")
         scale = softmax_scale(heads, attention.scale)
-        if options.attention and options.target != "tensorrt":
+        if attention.terms is not None:
+            terms = attention.terms.now(x.device)
+            mixed = attention_among(heads, None, scale=scale, terms=terms, backend="sdpa").flatten(2)
+        elif options.attention and options.target != "tensorrt":
             q, k, v = qkv.chunk(3, -1) if is_packed else (heads[:, :, i].flatten(2) for i in range(3))
             mixed = _on_tokens(q, k, v, attention.num_heads, scale, options)
         else:

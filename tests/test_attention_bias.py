@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from typing import Any
 
 import pytest
+import timm
 import torch
 from bias_support import FORMS, bias_inputs, formula, in_dtype, output_and_gradients
 from kernel_support import DEVICE
+from torch import nn
 
+import vit_fast
 from vit_fast import ops
+from vit_fast.blocks.block import freeze_block, parts_of
+from vit_fast.blocks.packed import run_packed
+from vit_fast.blocks.parts import TermParts, Windows
 
 SIZES = (4, 2, 6, 12, 16)
 COMBINED = (*((form,) for form in FORMS), ("bias", "masked", "window_mask", "rel", "scale", "key_mask"))
@@ -75,3 +83,66 @@ def test_other_errors() -> None:
         ops.attention(**made, window_mask=torch.ones(1, 6, 12, device=DEVICE, requires_grad=True), backend="sdpa")
     with pytest.raises(ValueError, match="rel must be a pair of tensors"):
         ops.attention(**made, rel=torch.ones(4, 2, 6, 12, device=DEVICE), backend="sdpa")
+
+
+class _Biased(nn.Module):
+    """A timm Block whose parts have a table of biases, a window mask, shifted windows and a scale per head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(timm.models.vision_transformer.Block(48, 3))
+        attn = self.blocks[0].attn
+        attn.table, attn.per_head = nn.Parameter(torch.randn(9, 3)), nn.Parameter(torch.rand(3) + 0.1)
+        attn.register_buffer("index", torch.randint(9, (6, 6)))
+        attn.register_buffer("mask", torch.where(torch.rand(4, 6, 6) < 0.3, -100.0, 0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Computes the block by window partition, as Swin does."""
+        block, attn = self.blocks[0], self.blocks[0].attn
+        normed = block.norm1(x).view(-1, 4, 6, 48).roll((-1, -2), (1, 2))
+        windows = normed.view(-1, 2, 2, 2, 3, 48).transpose(2, 3).reshape(-1, 6, 48)
+        q, k, v = attn.qkv(windows).view(-1, 6, 3, 3, 16).permute(2, 0, 3, 1, 4)
+        mixed = formula(
+            q, k, v, scale=attn.per_head, bias=attn.table[attn.index].permute(2, 0, 1), window_mask=attn.mask
+        )
+        mixed = mixed.transpose(1, 2).reshape(-1, 2, 2, 2, 3, 48).transpose(2, 3).reshape(-1, 4, 6, 48)
+        x = x + attn.proj(mixed.roll((1, 2), (1, 2)).view(x.shape))
+        return x + block.mlp(block.norm2(x))
+
+    def fused(self, backend: str) -> tuple[nn.Sequential, Any]:
+        """Returns a fused copy of the blocks, and the parts of the only one."""
+        blocks = copy.deepcopy(self.blocks)
+        vit_fast.fuse(blocks, backend=backend)
+        parts, module = parts_of(blocks[0]), blocks[0].attn
+        terms = TermParts(
+            bias=(module, "table"), index=(module, "index"), window_mask=(module, "mask"), scale=(module, "per_head"),
+            windows=Windows((4, 6), (2, 3), (1, 2)),
+        )  # fmt: skip
+        parts.attention = dataclasses.replace(parts.attention, terms=terms)
+        return blocks, parts
+
+
+@torch.inference_mode()
+def test_a_frozen_block_on_the_cpu_has_the_terms() -> None:
+    """The bias is looked up once, and again when the table changes."""
+    model, x = _Biased().eval(), torch.randn(2, 24, 48)
+    blocks, parts = model.fused("sdpa")
+    assert not freeze_block(blocks[0])
+    frozen = parts.frozen.steps().terms.bias
+    torch.testing.assert_close(run_packed([parts.frozen], x, None, None), model(x))
+    torch.testing.assert_close(run_packed([parts.frozen], x, None, None, 5), model(x)[:, :5])
+    assert parts.frozen.steps().terms.bias is frozen
+    with torch.inference_mode(False):
+        for owner in (model.blocks[0].attn, parts.attention.module):
+            owner.table.data.fill_(0.5)
+    vit_fast.freeze(blocks)
+    torch.testing.assert_close(blocks(x), model(x))
+    assert parts.frozen.steps().terms.bias is not frozen
+
+
+def test_windows() -> None:
+    """Tokens of adjacent and of dilated windows, row by row."""
+    groups = Windows((2, 4), (2, 2), (0, 1)).groups(torch.device("cpu"))
+    assert groups.tolist() == [[1, 2, 5, 6], [3, 0, 7, 4]]
+    groups = Windows((2, 4), (1, 2), dilated=True).groups(torch.device("cpu"))
+    assert groups.tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]

@@ -93,8 +93,8 @@ def run_block(
     else:
         assert attention is not None
         if not attention.drops_path() and not mlp.drops_path():
-            tensors, rope = _tensors_for(parts, x, rope)
-            return _run_fused(attention, mlp, tensors, x, statistics, rope, keys, next_statistics)
+            tensors, rope, bias = _tensors_for(parts, x, rope)
+            return _run_fused(attention, mlp, tensors, x, statistics, rope, keys, next_statistics, bias)
         tensors = block_tensors(attention, None)
         x, statistics = _run_fused(attention, None, tensors, x, statistics, rope, keys, True)
     if backend != "triton" or is_exporting():
@@ -104,7 +104,7 @@ def run_block(
 
 def _run_fused(
     attention: AttentionParts | None, mlp: MlpParts | None, tensors: BlockTensors, x: Tensor, statistics: Tensor | None,
-    rope: Rope | None, keys: Keys | None, next_statistics: bool,
+    rope: Rope | None, keys: Keys | None, next_statistics: bool, score_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Runs one operator for the given halves. For a single half, also applies its drop path."""
     half: Any = (attention or mlp) if attention is None or mlp is None else None
@@ -116,6 +116,8 @@ def _run_fused(
         options |= {"heads": attention.num_heads, "attention_scale": attention.scale, "rope": rope, "keys": keys}
         if attention.qk_norm is not None:
             options["qk_norm"] = attention.qk_norm.now()
+        if attention.terms is not None:
+            options["terms"] = attention.terms.now(x.device, score_bias)
     if mlp is not None:
         eps2, norm = mlp.norm.eps, mlp.norm.kind
         options["activation"] = mlp.activation
@@ -140,8 +142,8 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
     return x + parts.drop_path(y) if dropping else y
 
 
-def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Rope | None]:
-    """Returns the parameters, folded if possible, and the rotary embeddings in the same channel order."""
+def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Rope | None, Tensor | None]:
+    """Returns the parameters, folded if possible, rotary embeddings in the same channel order, and `score_bias`."""
     attention: Any = parts.attention
     mlp: Any = parts.mlp
     frozen = parts.frozen if type(parts.frozen) is Frozen else None  # not Packed or FrozenFp8
@@ -155,8 +157,8 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
         ):
             if frozen.rope_head and rope is not None:
                 rope = interleave(rope, frozen.rope_head)
-            return frozen.block_tensors(proj, fc2), rope
-    return block_tensors(attention, mlp), rope
+            return frozen.block_tensors(proj, fc2), rope, frozen.score_bias
+    return block_tensors(attention, mlp), rope, None
 
 
 def freeze_block(block: Any) -> list[str]:

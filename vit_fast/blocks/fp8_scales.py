@@ -116,6 +116,7 @@ class Fp8Scales(nn.Module):
             rope = interleave(rope, cached.rope_head)
         y, statistics, y8 = fused_block(
             x, facts.statistics, cached.layers, heads=attention.num_heads, attention_scale=attention.scale,
+            terms=attention.terms and attention.terms.now(x.device),  # refused with a reason
             eps=(attention.norm.eps, mlp.norm.eps), activation=mlp.activation, qk_norm=qk_norm, rope=rope,
             next_statistics=True, x8=facts.x8 if facts.reader is cached else None,
             next_factor=None if reader is None else reader.layers.qkv_factor,

@@ -31,7 +31,7 @@ class Frozen:
     """The folded linear layers of one block, for matmuls of one dtype; see `fold` in `ops/folded.py` for rope_head.
 
     `tensors` contains weight, bias and row sums of qkv, of fc1, and of fc2 if a norm precedes fc2. The weights of proj
-    and fc2 follow if their dtype was converted.
+    and fc2 follow if their dtype was converted, and the bias of the scores if it is looked up in a table.
     """
 
     every_source = False  # see `sources`
@@ -79,7 +79,14 @@ class Frozen:
         tensors += [] if t.fc2_sum is None else [t.fc2_weight, t.fc2_bias, t.fc2_sum]
         if block.proj_weight.dtype != self.dtype or block.fc2_weight.dtype != self.dtype:
             tensors += [t.proj_weight, t.fc2_weight]
-        return tensors
+        bias = None if self.attention.terms is None else self.attention.terms.looked_up()
+        return tensors if bias is None else [*tensors, bias.contiguous()]
+
+    @property
+    def score_bias(self) -> Tensor | None:
+        """The bias that was looked up in a table, or None."""
+        terms = self.attention.terms
+        return None if terms is None or terms.index is None else self.tensors[-1]
 
     def block_tensors(self, proj: Weights, fc2: Weights) -> BlockTensors:
         qkv_weight, qkv_bias, qkv_sum, fc1_weight, fc1_bias, fc1_sum, *cast = self.tensors
@@ -87,7 +94,7 @@ class Frozen:
         if self.mlp.inner_norm is not None:
             weight, bias, fc2_sum, *cast = cast
             fc2 = weight, bias, fc2[2]
-        if cast:
+        if len(cast) > 1:  # not only the bias of the scores
             proj, fc2 = (cast[0], *proj[1:]), (cast[1], *fc2[1:])  # if a norm precedes fc2, cast[1] is folded
         return BlockTensors(
             None, None, qkv_weight, qkv_bias, *proj, None, None, fc1_weight, fc1_bias, *fc2,

@@ -8,6 +8,7 @@ LayerNorm is not folded, because a LayerNorm without weight and bias is not fast
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import threading
@@ -153,7 +154,7 @@ class Packed(Frozen):
         attention, mlp = self.attention, self.mlp
         hidden = mlp.activation if mlp.gate is None else None
         qkv = self._pack("qkv", *attention.qkv.tensors())
-        if self._select_attention is None:
+        if self._select_attention is None and attention.terms is None:
             head_dim = qkv.shape[0] // (3 * attention.num_heads)
             self._select_attention = _fastest_attention(self.dtype, attention.num_heads, head_dim)
         self._steps = SimpleNamespace(
@@ -163,6 +164,7 @@ class Packed(Frozen):
             heads=attention.num_heads,
             qk_norm=None if attention.qk_norm is None else attention.qk_norm.now(),
             scale=attention.scale,
+            terms=None if attention.terms is None else attention.terms.now(torch.device("cpu")),
             proj=self._pack("proj", *attention.with_scale(attention.proj), adds=True),
             norm2=mlp.norm.now(),
             fc1=self._pack("fc1", *mlp.fc1.tensors(), activation=hidden),
@@ -203,7 +205,10 @@ def _run_block(x: Tensor, step: Any, rope: Rope | None, keys: Keys | None, outpu
     qkv = qkv.view(*qkv.shape[:-1], 3, step.heads, -1)
     if rope is not None or step.qk_norm is not None:
         qkv = qk_norm_rope(qkv, qk_norm=step.qk_norm, rope=rope, backend="sdpa")
-    if keys is None:
+    if step.terms is not None:
+        mixed = attention_among(qkv, keys, scale=step.scale, terms=step.terms, backend="sdpa").flatten(-2)
+        mixed, x = (mixed, x) if outputs is None else (mixed[:, :outputs], x[:, :outputs].contiguous())
+    elif keys is None:
         implementation = step.select_attention(qkv.shape[1]) if outputs is None else "flash"
         mixed = _attend(qkv, step.scale, outputs, implementation)
         x = x if outputs is None else x[:, :outputs].contiguous()
@@ -283,6 +288,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 def packing_reasons(attention: AttentionParts, mlp: MlpParts) -> list[str]:
     """Returns the reasons why the weights of a block cannot be packed: they need one dtype that this CPU can pack."""
+    attention = dataclasses.replace(attention, terms=None)  # their tensors are not packed
     tensors = [tensor for slot in sources(attention, mlp) if (tensor := tensor_of(*slot)) is not None]
     kinds = sorted({f"{tensor.dtype} on {tensor.device.type}" for tensor in tensors})
     if len(kinds) > 1 or tensors[0].device.type != "cpu":

@@ -6,13 +6,14 @@ read the modules of `BlockParts` instead, torch.compile would guard each module 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..ops.descriptions import BlockTensors, Norm, QkNorm
+from ..ops.descriptions import BlockTensors, Norm, QkNorm, ScoreTerms
 from .plain import Watch, forward_is_replaced, is_hooked
 
 Slot = tuple[Any, str]  # a module and the name of one of its attributes
@@ -79,6 +80,71 @@ class QkNormParts:
 
 
 @dataclass(frozen=True)
+class Windows:
+    """Groups of tokens on a grid of `size` (height, width), whose tokens are numbered row by row.
+
+    A window covers `window` adjacent rows and columns. Like torch.roll by the negative `shift`, the first window starts
+    at row and column `shift`, and windows at the end wrap around. If `dilated`, the rows and columns of a window are
+    size / window apart, as in the grid attention of MaxViT. `window` must divide `size`.
+    """
+
+    size: tuple[int, int]
+    window: tuple[int, int]
+    shift: tuple[int, int] = (0, 0)
+    dilated: bool = False
+
+    def groups(self, device: torch.device) -> Tensor:
+        """Returns the groups of `ScoreTerms`, int32 [W, n]: windows and their tokens, both row by row."""
+        return _groups(self, device)
+
+
+@functools.lru_cache(256)
+def _groups(windows: Windows, device: torch.device) -> Tensor:
+    (H, W), (h, w), shift = windows.size, windows.window, windows.shift
+    with torch.inference_mode(False):  # the tensor is cached, also for calls with gradients
+        tokens = torch.arange(H * W, dtype=torch.int32, device=device).view(H, W).roll((-shift[0], -shift[1]), (0, 1))
+        cut = tokens.view(h, H // h, w, W // w) if windows.dilated else tokens.view(H // h, h, W // w, w)
+        order = (1, 3, 0, 2) if windows.dilated else (0, 2, 1, 3)
+        return cut.permute(order).reshape(-1, h * w)
+
+
+@dataclass(frozen=True)
+class TermParts:
+    """The sources of a block's `ScoreTerms`; None means absent.
+
+    A bias is a tensor [H or 1, N, M] or [1, H or 1, N, M]. With `index` [N, M], it is a table [T, H], or [H, T] if
+    `heads_first`: bias[h, n, m] = table[index[n, m], h]. `freeze` looks the table up once, other calls each time.
+    """
+
+    bias: Slot | None = None
+    index: Slot | None = None
+    heads_first: bool = False
+    window_mask: Slot | None = None
+    scale: Slot | None = None  # [H], the multiplier of q k^T, instead of AttentionParts.scale
+    windows: Windows | None = None
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(slot for slot in (self.bias, self.index, self.window_mask, self.scale) if slot is not None)
+
+    def looked_up(self) -> Tensor | None:
+        """Returns the bias from table and index; None without an index."""
+        if self.bias is None or self.index is None:
+            return None
+        table, index = tensor_of(*self.bias), tensor_of(*self.index)
+        bias: Tensor = (table if self.heads_first else table.t())[:, index]  # on GPUs, the backward is deterministic
+        return bias
+
+    def now(self, device: torch.device, bias: Tensor | None = None) -> ScoreTerms:
+        """Returns the current terms; `bias` replaces a bias with an index that was looked up earlier."""
+        if bias is None and self.bias is not None:
+            bias = tensor_of(*self.bias) if self.index is None else self.looked_up()
+        mask, scale = (None if slot is None else tensor_of(*slot) for slot in (self.window_mask, self.scale))
+        groups = None if self.windows is None else self.windows.groups(device)
+        return ScoreTerms(bias, mask, scale=scale, groups=groups)
+
+
+@dataclass(frozen=True)
 class Half:
     """Parts that both halves of a block have."""
 
@@ -114,6 +180,7 @@ class AttentionParts(Half):
     proj: Any  # a linear layer
     qk_norm: QkNormParts | None = None
     rotates_halves: bool = False  # True if calls pass rotary embeddings with the layout "half"
+    terms: TermParts | None = None  # bias, window mask, scale per head, windows
 
     @property
     def rope_head(self) -> int:
@@ -178,6 +245,8 @@ def sources(attention: AttentionParts, mlp: MlpParts, every: bool = True) -> lis
     if every and attention.qk_norm is not None:
         norms += [attention.qk_norm.q, attention.qk_norm.k]
     slots = [slot for norm in norms if norm is not None for slot in norm.slots]
+    if attention.terms is not None and (every or attention.terms.index is not None):
+        slots += attention.terms.slots
     for linear in (attention.qkv, mlp.fc1, mlp.gate):
         slots += [] if linear is None else [*linear.weights, *linear.biases]
     slots += [(attention.proj, "weight"), (mlp.fc2, "weight")]
@@ -210,7 +279,8 @@ def tensor_of(owner: nn.Module, name: str) -> Any:
     return parameters[name] if name in parameters else getattr(owner, name)  # may now be a buffer
 
 
-_CLASSES = {cls.__name__: cls for cls in (AttentionParts, LinearParts, MlpParts, NormParts, QkNormParts)}
+_PARTS = (AttentionParts, LinearParts, MlpParts, NormParts, QkNormParts, TermParts, Windows)
+_CLASSES = {cls.__name__: cls for cls in _PARTS}
 
 
 def outline(block: nn.Module, parts: BlockParts) -> Outline:

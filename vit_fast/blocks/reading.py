@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import type_name
 from ..ops import reference
-from .parts import AttentionParts, BlockParts, LinearParts, MlpParts, NormParts, QkNormParts, Slot
+from .parts import AttentionParts, BlockParts, LinearParts, MlpParts, NormParts, QkNormParts, Slot, TermParts
 from .plain import Edge, Watch, tensor_reasons, touch_reasons
 
 ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
@@ -170,12 +170,13 @@ class Reader(Inspector):
         qk_norm: tuple[str, str] | None = None, qk_norm_over: str = "head", rotates_halves: bool = False,
         inside: Mapping[str, Classes] | None = None, empty: Iterable[str] = (), dropouts: Iterable[str] = (),
         rates: Iterable[str] = (), num_heads: int, scale: float | None = None, layer_scale: str | None = None,
-        drop_path: str | None = None,
+        drop_path: str | None = None, terms: TermParts | None = None,
     ) -> AttentionParts | None:  # fmt: skip
         """Reads the first half of a block by the paths of its parts; returns None and adds `reasons` if not fusible.
 
         `qkv` is one linear layer, three linear layers, or a MultiheadAttention. `biases` replace the biases of qkv.
-        `rates` are dropout probabilities that are plain attributes. See `mlp` for `inside` and `empty`.
+        `rates` are dropout probabilities that are plain attributes. See `mlp` for `inside` and `empty`. The reader must
+        watch the tensors of `terms`.
         """
         if not self._check_classes(inside):
             return None
@@ -184,7 +185,7 @@ class Reader(Inspector):
             qk_norm=None if qk_norm is None else self._qk_norm(*qk_norm, qk_norm_over), num_heads=num_heads,
             scale=scale, proj=self.linear(proj, LINEAR_CLASSES), layer_scale=self._layer_scale(layer_scale),
             drop_path=self._drop_path(drop_path), dropouts=(*map(self.dropout, dropouts), *map(self.slot, rates)),
-            rotates_halves=rotates_halves,
+            rotates_halves=rotates_halves, terms=terms,
         )  # fmt: skip
         return self._if_fusible(parts, empty)
 

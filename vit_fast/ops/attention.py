@@ -169,10 +169,10 @@ def _attend(
     if keys is not None:
         check_keys(keys, first.shape[0], first.shape[1] if len(qkv) == 1 else qkv[1].shape[2], first.device)
     if terms is not None:
-        terms = checked_terms(terms, keys, *_heads_first(qkv)[:2])
+        q, k, _ = _heads_first(qkv)
+        terms = checked_terms(terms, keys, (*q.shape[:3], k.shape[2]), q.device, q.dtype)
     if runs_kernel and terms is not None:
-        reason = "a bias, window_mask, rel or a tensor as scale needs a kernel that does not exist yet: use 'sdpa'"
-        raise UnsupportedInputError("attention with backend='triton'", [reason])
+        attention_forward(qkv, cu_seqlens, key_mask, max_seqlen, 1.0, None, terms)
     if runs_kernel:
         out: Tensor = attention_kernel(qkv, cu_seqlens, key_mask, max_seqlen, softmax_scale(first, scale))[0]
         return out
@@ -310,7 +310,7 @@ def _new_output(qkv: Sequence[Tensor], dtype: torch.dtype | None = None) -> tupl
 
 def attention_forward(
     qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int, scale: float,
-    out_factor: Tensor | None = None,
+    out_factor: Tensor | None = None, terms: ScoreTerms | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns softmax(scale q k^T) v, and per query log2(sum(exp(scale q k^T))), fp32 [B, H, N_q].
 
@@ -318,6 +318,9 @@ def attention_forward(
     output has the shape of q, or of the `qkv` of `attention_among` without its dimension of size 3. With out_factor
     (fp32 [1]), the output is multiplied by out_factor, then rounded to e4m3.
     """
+    if terms is not None:
+        reason = "a bias, window_mask, rel or a tensor as scale needs a kernel that does not exist yet: use 'sdpa'"
+        raise UnsupportedInputError("attention with backend='triton'", [reason])
     q, k, v = _heads_first(qkv)
     out, view, lse = _new_output(qkv, None if out_factor is None else E4M3)
     if cu_seqlens is not None and not q.shape[2]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,11 @@ def score_terms(
     return ScoreTerms(**given) if given else None
 
 
-def checked_terms(terms: ScoreTerms, keys: Keys | None, q: Tensor, k: Tensor) -> ScoreTerms:
-    """Checks the terms for q and k [B, H, N, D]; returns them with a bias of four dimensions."""
-    B, H, N, M = (*q.shape[:3], k.shape[2])
+def checked_terms(
+    terms: ScoreTerms, keys: Keys | None, shape: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> ScoreTerms:
+    """Checks the terms for scores of `shape` [B, H, N, M] and q of `dtype`; returns them with a 4-d bias."""
+    B, H, N, M = shape
     if keys is not None and (keys.cu_seqlens is not None or terms.groups is not None):
         name = "packed sequences" if keys.cu_seqlens is not None else "a key_mask with groups"
         raise ValueError(f"attention does not support {name} with a bias, window_mask, rel or a tensor as scale")
@@ -55,12 +57,12 @@ def checked_terms(terms: ScoreTerms, keys: Keys | None, q: Tensor, k: Tensor) ->
         fits = tensor.dim() == len(sizes) and all(
             wanted is None or size in wanted for size, wanted in zip(tensor.shape, sizes)
         )
-        if not fits or tensor.device != q.device:
+        if not fits or tensor.device != device:
             shown = [" or ".join(map(str, dict.fromkeys(size))) if size else "any" for size in sizes]
             got = f"{list(tensor.shape)} on {tensor.device}"
-            raise ValueError(f"{name} must have shape [{', '.join(shown)}] on {q.device}, got {got}")
-        if tensor.dtype not in (q.dtype, torch.float32):
-            raise ValueError(f"{name} must be torch.float32 or {q.dtype} like q, got {tensor.dtype}")
+            raise ValueError(f"{name} must have shape [{', '.join(shown)}] on {device}, got {got}")
+        if tensor.dtype not in (dtype, torch.float32):
+            raise ValueError(f"{name} must be torch.float32 or {dtype} like q, got {tensor.dtype}")
     if terms.rel_h is not None and Kh * Kw != M:
         raise ValueError(f"rel must have Kh * Kw = {M}, the number of keys, got {Kh} * {Kw}")
     if terms.window_mask is not None and terms.window_mask.requires_grad and torch.is_grad_enabled():

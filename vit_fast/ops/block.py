@@ -22,6 +22,7 @@ from ..errors import UnsupportedInputError
 from ..kernels.row_parts import row_parts
 from . import block_backward
 from .attention import attention_forward
+from .attention_bias import checked_terms
 from .backends import fp8_reasons, kernel_reasons
 from .block_backward import SETTINGS, BlockSettings, block_backward_kernel, normed_linears, tensors_of
 from .descriptions import (
@@ -32,6 +33,7 @@ from .descriptions import (
     Keys,
     QkNorm,
     Rope,
+    ScoreTerms,
     as_matrix,
     check_keys,
     check_qk_norm,
@@ -50,8 +52,9 @@ _NO_QK, _NO_SETTINGS = QkTensors(), QkSettings()
 def fused_block(
     x: Tensor, statistics: Tensor | None, tensors: BlockTensors, *, eps: tuple[float, float], norm: str = "layer_norm",
     heads: int = 0, attention_scale: float | None = None, qk_norm: QkNorm | None = None, rope: Rope | None = None,
-    keys: Keys | None = None, activation: str = "gelu", inner_norm: tuple[str, float] | None = None,
-    residual: bool = True, next_statistics: bool = False, x8: Tensor | None = None, next_factor: Tensor | None = None,
+    keys: Keys | None = None, terms: ScoreTerms | None = None, activation: str = "gelu",
+    inner_norm: tuple[str, float] | None = None, residual: bool = True, next_statistics: bool = False,
+    x8: Tensor | None = None, next_factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Runs a block or one of its halves: attention or MLP.
 
@@ -61,6 +64,7 @@ def fused_block(
         tensors: The parameters, in fp32 or the dtype of the matmuls (`registration.matmul_dtype`). A half whose
             parameters are None is skipped. For inference of a whole block, `fold` can fold the parameters first.
         eps, norm: Epsilons and kind of norm1 and norm2. inner_norm: Kind and epsilon of a norm before fc2.
+        terms: Bias, window mask and windows of the attention; a scale per head replaces attention_scale.
         residual: True adds x to the output of a half; must be True for a whole block.
         next_statistics: True to return LayerNorm statistics of the output, for the next block.
         x8: For FP8: x times tensors.qkv_factor (reciprocal scales) in e4m3. If x8 or statistics is None, both are
@@ -95,6 +99,12 @@ def fused_block(
                 raise ValueError(f"x must have shape [1, total, C] with packed sequences, got {tuple(x.shape)}")
             of_qk = of_qk._replace(cu_seqlens=keys.cu_seqlens, key_mask=keys.mask)
             max_seqlen = keys.max_seqlen
+        if terms is not None:
+            terms = checked_terms(terms, keys, (x.shape[0], heads, x.shape[1], x.shape[1]), x.device, dtype)
+            of_qk = of_qk._replace(**terms._asdict())
+            if tensors.is_fp8:
+                reason = "attention must not have a bias, a window mask, windows or a scale per head"
+                raise UnsupportedInputError("a block in FP8", [reason])
     if next_factor is not None and (inner_norm is not None or tensors.fc1_weight is None):
         got = "inner_norm" if inner_norm is not None else "no MLP half"
         raise ValueError(f"next_factor must be None with inner_norm or without the MLP half, got a tensor with {got}")
@@ -151,7 +161,9 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
         if s.saves:
             saved |= {"norm1_input": normed.source, "statistics1": normed.statistics}
         ready, before = step.forward(flat.view(*x.shape[:-1], 3, s.heads, head_dim), s.saves)
-        mixed, lse = attention_forward([ready], qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale, t.proj_factor)
+        mixed, lse = attention_forward(
+            [ready], qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale, t.proj_factor, qk.terms
+        )
         saved |= {"qkv": ready, "mixed": mixed, "lse": lse, "before_norm": before}
         # before fc1, fp32 tokens need no statistics, because a separate kernel normalizes them
         statistics_too = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32

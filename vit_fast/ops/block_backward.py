@@ -67,7 +67,7 @@ SETTINGS = (
 _TENSORS = len(BlockTensors._fields)
 _NAMES = BlockTensors._fields + QkTensors._fields + ("x8", "next_factor")
 _QKV, _FC1 = _NAMES.index("qkv_weight"), _NAMES.index("fc1_weight")
-_CONSTANT = {"qkv_sum", "fc1_sum", "fc2_sum", "cos", "sin", "cu_seqlens", "key_mask"}
+_CONSTANT = {"qkv_sum", "fc1_sum", "fc2_sum", "cos", "sin", "cu_seqlens", "key_mask", "window_mask", "groups"}
 
 
 def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors, Any, Any]:

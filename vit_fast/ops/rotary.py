@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from . import reference
 from .backends import resolve_backend, triton_unavailable_reasons
-from .descriptions import DTYPES, MAX_TOKENS, QkNorm, Rope, check_qk_norm, check_tensors, checked_rope
+from .descriptions import DTYPES, MAX_TOKENS, QkNorm, Rope, ScoreTerms, check_qk_norm, check_tensors, checked_rope
 from .registration import is_exporting, operator
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _ARGUMENTS = ("qk_norm.q.weight", "qk_norm.q.bias", "qk_norm.k.weight", "qk_norm
 
 
 class QkTensors(NamedTuple):
-    """Parameters of the q and k norms, rotary tables [B or 1, H or 1, rotated tokens, D/2], and tensors of `Keys`."""
+    """Parameters of the q and k norms, rotary tables [B or 1, H or 1, rotated tokens, D/2], `Keys`, `ScoreTerms`."""
 
     q_weight: Tensor | None = None
     q_bias: Tensor | None = None
@@ -41,6 +41,16 @@ class QkTensors(NamedTuple):
     sin: Tensor | None = None
     cu_seqlens: Tensor | None = None
     key_mask: Tensor | None = None
+    bias: Tensor | None = None
+    window_mask: Tensor | None = None
+    rel_h: Tensor | None = None
+    rel_w: Tensor | None = None
+    scale: Tensor | None = None
+    groups: Tensor | None = None
+
+    @property
+    def terms(self) -> ScoreTerms | None:
+        return None if all(tensor is None for tensor in self[8:]) else ScoreTerms(*self[8:])
 
 
 class QkSettings(NamedTuple):

@@ -120,11 +120,14 @@ def emulate(copied: nn.Module) -> tuple[list[EmulatedBlock], dict[str, str]]:
         block._modules.pop(PLACE, None)
         parts = parts_of(block)
         inside = parts.mlp is not None and parts.mlp.inner_norm is not None
-        if runs_whole(parts) and not inside:
+        terms = parts.attention is not None and parts.attention.terms is not None
+        if runs_whole(parts) and not inside and not terms:
             parts.fp8 = EmulatedBlock(name, parts, names)
             found.append(parts.fp8)
             continue
         reasons = [*parts.attention_reasons, *parts.mlp_reasons]
+        if terms:
+            reasons.append("in FP8, attention must not have a bias, a window mask, windows or a scale per head")
         if inside:
             reasons.append("in FP8, the MLP must not have a norm before fc2")
         alone = "FP8 requires a block with attention and an MLP, whose norms are of the same kind"

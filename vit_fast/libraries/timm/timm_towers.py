@@ -59,7 +59,9 @@ def _run_for_one_token(blocks: Any, x: Tensor) -> Any:
     *others, last = blocks
     attn, changed = last.attn, last._forward_hooks or is_touched(last)
     parts = None if changed or last.vit_fast_backend != "sdpa" else last.ready()
-    if parts is None or parts.attention is None or parts.fp8 is not None or attn.needs_original_forward(None, False):
+    if parts is None or parts.attention is None or parts.attention.terms is not None or parts.fp8 is not None:
+        return blocks(x)
+    if attn.needs_original_forward(None, False):
         return blocks(x)
     x = run_blocks(others, x)
     normed = last.norm1(x)
