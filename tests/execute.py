@@ -23,7 +23,8 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 TESTS = Path(__file__).resolve().parent
 # Tests that compare kernels with references. Tests of host code and of whole libraries run in `make test` only.
 KERNEL_TESTS = (
-    "test_attention_kernel", "test_attention_varlen", "test_block_operator", "test_executed_kernels",
+    "test_attention_bias_kernel", "test_attention_kernel", "test_attention_varlen", "test_block_operator",
+    "test_executed_kernels",
     "test_fp8_block", "test_graph_replay", "test_matmul_kernel", "test_mlp_kernels",
     "test_rotary_kernel",
 )  # fmt: skip

@@ -13,11 +13,12 @@ from kernel_execution import HAS_GPU
 from torch import Tensor
 
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, judge
+from vit_fast.blocks.parts import Windows
 from vit_fast.kernels.row_parts import PIECE
 from vit_fast.ops import Norm, QkNorm, Rope, qk_norm_rope, reference
 from vit_fast.ops.attention import attention_among
 from vit_fast.ops.block import fused_block
-from vit_fast.ops.descriptions import BlockTensors, Keys
+from vit_fast.ops.descriptions import BlockTensors, Keys, ScoreTerms
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 QK_NAMES = ("q_weight", "q_bias", "k_weight", "k_bias")
@@ -45,6 +46,9 @@ class Case:
                 norm._replace(weight=leaf(norm.weight, dtype), bias=leaf(norm.bias, dtype)) for norm in (qk.q, qk.k)
             ]
             options["qk_norm"] = QkNorm(*norms, qk.over)
+        if terms := options.get("terms"):
+            given = {name: leaf(tensor, dtype) for name, tensor in (("bias", terms.bias), ("scale", terms.scale))}
+            options["terms"] = terms._replace(**given, window_mask=terms.window_mask.to(dtype))
         return replace(self, x=leaf(self.x, dtype), t=t, grad=self.grad.to(dtype), options=options)
 
     def but(self, x: Tensor | None = None, grad: Tensor | None = None, **tensors: Tensor | None) -> Case:
@@ -65,14 +69,17 @@ class Case:
         x, t = self.x, self.t
         options = {"norm": "layer_norm", "activation": "gelu", "residual": True, "inner_norm": None} | self.options
         eps1, eps2 = options.pop("eps")
-        heads, qk_norm, rope, keys = (options.pop(name, None) for name in ("heads", "qk_norm", "rope", "keys"))
+        heads, qk_norm, rope, keys, terms = (
+            options.pop(name, None) for name in ("heads", "qk_norm", "rope", "keys", "terms")
+        )
         if t.qkv_weight is not None:
             if rope is not None and x.dtype == torch.float64:
                 rope = rope._replace(cos=rope.cos.double(), sin=rope.sin.double())
             normed = reference.normalize(x, Norm(t.norm1_weight, t.norm1_bias, eps1, options["norm"]))
             qkv = F.linear(normed, t.qkv_weight, t.qkv_bias).unflatten(-1, (3, heads, -1))
             qkv = qk_norm_rope(qkv, qk_norm=qk_norm, rope=rope, backend="eager")
-            branch = F.linear(attention_among(qkv, keys, backend="eager").flatten(2), t.proj_weight, t.proj_bias)
+            mixed = attention_among(qkv, keys, backend="eager", terms=terms)
+            branch = F.linear(mixed.flatten(2), t.proj_weight, t.proj_bias)
             branch = branch if t.scale1 is None else branch * t.scale1
             x = x + branch if options["residual"] else branch
         return x if t.fc1_weight is None else reference.layer_norm_mlp(x, t, eps=eps2, **options)
@@ -84,6 +91,8 @@ class Case:
     def leaves(self) -> dict[str, Tensor]:
         qk = self.options.get("qk_norm")
         of_qk = {} if qk is None else dict(zip(QK_NAMES, (*qk.q[:2], *qk.k[:2])))
+        if terms := self.options.get("terms"):
+            of_qk |= {"bias": terms.bias, "scale": terms.scale}
         return {name: leaf for name, leaf in {"x": self.x, **self.t._asdict(), **of_qk}.items() if leaf is not None}
 
     def run(self, backend: str) -> dict[str, Tensor]:
@@ -123,9 +132,12 @@ def make_case(
 def make_block(
     dtype: torch.dtype, *, width: int = 48, hidden: int = 40, tokens: tuple[int, int] = (2, 7), heads: int = 2,
     head_dim: int = 16, qk: str | None = None, over: str = "head", leading: tuple[int, ...] | None = None,
-    layout: str = "half", prefix: int = 1, keys: str = "all", norm: str = "layer_norm", **mlp: Any,
+    layout: str = "half", prefix: int = 1, keys: str = "all", norm: str = "layer_norm", terms: bool = False,
+    **mlp: Any,
 ) -> Case:  # fmt: skip
     """A block of B x N tokens; `qk` is the norm of q and k, `leading` the shape of the rotary tables before [T, D/2].
+
+    `terms` adds bias, window mask and a scale per head, in shifted windows of 2 x 3 of the N = 4 x 6 tokens.
 
     `keys` is "all", "mask", or "packed" for one packed sequence of all tokens, with an empty image and padding.
     """
@@ -144,6 +156,13 @@ def make_block(
         B, N = 1, B * N
     elif keys == "mask":
         options["keys"] = Keys(mask=torch.arange(N, device=DEVICE) < torch.tensor([[N], [N - 3]], device=DEVICE))
+    if terms:
+        mask = torch.where(normal(4, 6, 6) > 0.5, -100.0, 0.0)
+        scale, groups = (
+            normal(heads, scale=0.1, shift=0.4),
+            Windows((4, 6), (2, 3), (1, 2)).groups(torch.device(DEVICE)),
+        )
+        options["terms"] = ScoreTerms(normal(1, heads, 6, 6), mask, scale=scale, groups=groups)
     if leading is not None:
         angles = 3 * normal(*leading, N - prefix, head_dim // 2).float()
         options["rope"] = Rope(angles.cos(), angles.sin(), prefix, layout)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast import ops
-from vit_fast.ops.attention import as_batch
+from vit_fast.ops.attention_operator import as_batch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from ..ops.attention import MAX_HEAD_DIM, MIN_HEAD_DIM
+from ..ops.attention_operator import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..ops.backends import resolve_backend
 from ..ops.descriptions import DTYPES
 from .block import parts_of, run_as_block, run_blocks, run_mlp, runs_whole

@@ -1,8 +1,7 @@
-"""Softmax attention of batches and packed sequences: public functions, and the operator `vit_fast::attention`."""
+"""Softmax attention of batches and packed sequences: the public functions."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,18 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import UnsupportedInputError
 from . import reference
-from .attention_bias import additive_mask, by_groups, checked_terms, score_terms
+from .attention_bias import additive_mask, bias_of_mask, by_groups, checked_terms, score_terms
+from .attention_operator import attention_kernel, biased_attention, heads_first, unsupported_reasons
 from .attention_sequences import by_sequences, with_block_mask
-from .backends import kernel_reasons, resolve_backend
-from .descriptions import DTYPES, E4M3, Keys, ScoreTerms, check_dtype, check_keys, check_tensors, key_mask_of
-from .registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype, operator
+from .backends import resolve_backend
+from .descriptions import Keys, ScoreTerms, check_dtype, check_keys, check_tensors, key_mask_of
+from .registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype
 
-MIN_HEAD_DIM = 16
-MAX_HEAD_DIM = 128
-_MAX_GRID = 2**31 - 1
-_SMALLEST_TILE = 32
 _BATCH, _PACKED = "[B, H, N, D]", "[total, H, D]"
 
 
@@ -169,17 +164,17 @@ def _attend(
     if keys is not None:
         check_keys(keys, first.shape[0], first.shape[1] if len(qkv) == 1 else qkv[1].shape[2], first.device)
     if terms is not None:
-        q, k, _ = _heads_first(qkv)
+        q, k, _ = heads_first(qkv)
         terms = checked_terms(terms, keys, (*q.shape[:3], k.shape[2]), q.device, q.dtype)
     if runs_kernel and terms is not None:
-        attention_forward(qkv, cu_seqlens, key_mask, max_seqlen, 1.0, None, terms)
+        return biased_attention(qkv, key_mask, softmax_scale(first, scale), terms)
     if runs_kernel:
         out: Tensor = attention_kernel(qkv, cu_seqlens, key_mask, max_seqlen, softmax_scale(first, scale))[0]
         return out
     if terms is not None and terms.groups is not None:
         alone = terms._replace(groups=None)
         return by_groups(lambda part: _attend([part], None, scale, backend, alone), first, terms.groups)
-    q, k, v = _heads_first(qkv)
+    q, k, v = heads_first(qkv)
     if cu_seqlens is not None:
         if is_exporting():
             out = with_block_mask(q, k, v, cu_seqlens, scale)
@@ -211,9 +206,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Drop-in replacement for torch.nn.functional.scaled_dot_product_attention, with the same signature.
 
-    On supported GPUs, a Triton kernel runs calls without a mask or with a padding mask. A padding mask is boolean and
-    expanded over heads and queries: the dimensions H and N_q of attn_mask [B, H, N_q, N_kv] have size 1 or stride 0.
-    All other calls run torch's function, e.g. calls with dropout, a causal mask or grouped-query attention.
+    On supported GPUs, Triton kernels run the calls without dropout, causal mask and grouped-query attention. A boolean
+    mask whose dimensions H and N_q have size 1 or stride 0 masks keys. Other masks are added to the scores, as the bias
+    of `attention`. All other calls run torch's function.
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     # Calls with nested tensors, subclasses such as DTensor, or torch.fx Proxies run torch's function. Check the tensors
@@ -225,8 +220,12 @@ def scaled_dot_product_attention(
         q, k, v = (tensor.to(matmul_dtype(tensor)) for tensor in (query, key, value))  # like SDPA under autocast
         key_mask = None if attn_mask is None else key_mask_of(attn_mask, q, k)
         factor = softmax_scale(q, scale)
-        understood = (attn_mask is None or key_mask is not None) and not _mismatch((q, k, v), _BATCH)
+        terms = None if attn_mask is None or key_mask is not None else bias_of_mask(attn_mask, q, k)
+        understood = attn_mask is None or key_mask is not None or terms is not None
+        understood = understood and not _mismatch((q, k, v), _BATCH)
         if understood and not unsupported_reasons(q, k, v, factor):
+            if terms is not None:
+                return biased_attention([q, k, v], None, factor, terms)
             out: Tensor = attention_kernel([q, k, v], None, key_mask, 0, factor)[0]
             return out
     return F.scaled_dot_product_attention(
@@ -253,143 +252,13 @@ def _mismatch(qkv: Sequence[Tensor], shape: str) -> str:
     return ""
 
 
-def softmax_scale(tensor: Tensor, scale: float | None) -> float:
+def softmax_scale(tensor: Tensor, scale: Any) -> float:
+    """Returns `scale` as a number; D**-0.5 for None, or for a tensor, which kernels multiply by instead."""
     # max avoids 0 ** -0.5. Unlike an `if`, max does not specialize a symbolic head_dim (SymInt).
-    return max(tensor.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+    return max(tensor.shape[-1], 1) ** -0.5 if scale is None or isinstance(scale, Tensor) else float(scale)
 
 
 @constant_to_compiler
 def _fused_sdpa_is_allowed() -> bool:
     cuda = torch.backends.cuda
     return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
-
-
-def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[str]:
-    """Returns the reasons why the kernel cannot run on q, k and v [B, H, N, D] of matching shapes."""
-    reasons = kernel_reasons(q.device, q.dtype)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype not in DTYPES:
-            reasons.append(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
-        if tensor.stride(-1) != 1:
-            reasons.append(f"{name} must have stride 1 along head_dim, got {tensor.stride(-1)}: call .contiguous()")
-        if tensor.shape[2] == 0:
-            reasons.append(f"{name} must have at least one token, got 0")
-    if not MIN_HEAD_DIM <= q.shape[3] <= MAX_HEAD_DIM:
-        reasons.append(f"head_dim must be between {MIN_HEAD_DIM} and {MAX_HEAD_DIM}, got {q.shape[3]}")
-    if (size := q.shape[0] * q.shape[1] * -(-max(q.shape[2], k.shape[2]) // _SMALLEST_TILE)) > _MAX_GRID:
-        reasons.append(f"batch * heads * tokens / {_SMALLEST_TILE} must be at most {_MAX_GRID}, got {size}")
-    if not 0 < scale < math.inf:  # math.isfinite does not accept a symbolic scale
-        reasons.append(f"scale must be a positive finite number, got {scale}")
-    return reasons
-
-
-def as_batch(packed: Tensor) -> Tensor:
-    return packed.transpose(0, 1).unsqueeze(0)  # [total, H, D] to [1, H, total, D]
-
-
-def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k, v [B, H, N, D] as views of the argument `qkv` of `attention_forward`."""
-    first = qkv[0]
-    if len(qkv) == 1:
-        q, k, v = (first if first.dim() == 5 else first[None]).transpose(1, 3).unbind(2)
-    else:
-        q, k, v = qkv if first.dim() == 4 else map(as_batch, qkv)
-    return q, k, v
-
-
-def _new_output(qkv: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates the output of `attention_forward`, its view as [B, H, N_q, D], and the log-sum-exp [B, H, N_q]."""
-    q = _heads_first(qkv)[0]
-    batch, heads, tokens, head_dim = q.shape
-    memory = q.new_empty((batch, tokens, heads, head_dim), dtype=dtype)  # the proj layer flattens [H, D] without a copy
-    view = memory.transpose(1, 2)
-    separate = len(qkv) == 3
-    out = memory[0] if qkv[0].dim() == (3 if separate else 4) else view if separate else memory
-    return out, view, q.new_empty((batch, heads, tokens), dtype=torch.float32)
-
-
-def attention_forward(
-    qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int, scale: float,
-    out_factor: Tensor | None = None, terms: ScoreTerms | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns softmax(scale q k^T) v, and per query log2(sum(exp(scale q k^T))), fp32 [B, H, N_q].
-
-    `qkv` contains q, k and v, each [B, H, N, D] or packed [total, H, D], or only the `qkv` of `attention_among`. The
-    output has the shape of q, or of the `qkv` of `attention_among` without its dimension of size 3. With out_factor
-    (fp32 [1]), the output is multiplied by out_factor, then rounded to e4m3.
-    """
-    if terms is not None:
-        reason = "a bias, window_mask, rel or a tensor as scale needs a kernel that does not exist yet: use 'sdpa'"
-        raise UnsupportedInputError("attention with backend='triton'", [reason])
-    q, k, v = _heads_first(qkv)
-    out, view, lse = _new_output(qkv, None if out_factor is None else E4M3)
-    if cu_seqlens is not None and not q.shape[2]:
-        return out, lse
-    if reasons := unsupported_reasons(q, k, v, scale):
-        raise UnsupportedInputError("attention with backend='triton'", reasons)
-    from ..kernels.attention import attention
-
-    options = _kernel_options(cu_seqlens, key_mask, max_seqlen)
-    attention.attention_forward(q, k, v, view, lse, scale, out_factor, **options)
-    return out, lse
-
-
-def _kernel_options(cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int) -> dict[str, Any]:
-    if key_mask is not None and key_mask.stride(-1) != 1:
-        key_mask = key_mask.contiguous()
-    sequences = None if cu_seqlens is None else cu_seqlens.contiguous()
-    return {"sequences": sequences, "key_mask": key_mask, "longest": max_seqlen}
-
-
-def attention_gradient(
-    grad_output: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, cu_seqlens: Tensor | None,
-    key_mask: Tensor | None, max_seqlen: int, scale: float,
-) -> list[Tensor]:  # fmt: skip
-    """Returns contiguous gradients of the tensors in the argument `qkv` of `attention_forward`."""
-    gradients = [tensor.new_empty(tensor.shape) for tensor in qkv]
-    q, k, v = _heads_first(qkv)
-    if cu_seqlens is not None and not q.shape[2]:
-        return gradients
-    from ..kernels.attention import attention
-
-    if grad_output.stride(-1) != 1:  # e.g. the gradient of `sum` is an expanded scalar
-        grad_output = grad_output.contiguous()
-    if out.dim() == 3:
-        o, do = as_batch(out), as_batch(grad_output)
-    else:
-        o, do = (out, grad_output) if len(qkv) == 3 else (out.transpose(1, 2), grad_output.transpose(1, 2))
-    options = _kernel_options(cu_seqlens, key_mask, max_seqlen)
-    attention.attention_backward(q, k, v, o, do, lse, *_heads_first(gradients), scale, **options)
-    return gradients
-
-
-def _flop(qkv: Any, cu_seqlens: Any, key_mask: Any, max_seqlen: int, scale: float) -> int:
-    """Returns the matmul FLOPs of the forward; `qkv` contains shapes. Assumes max_seqlen keys per packed query."""
-    if cu_seqlens is None:
-        max_seqlen = qkv[0][1] if len(qkv) == 1 else qkv[1][2]
-    return 4 * math.prod(qkv[0]) * max_seqlen // (3 if len(qkv) == 1 else 1)
-
-
-def _save(args: Sequence[Any], output: Any) -> tuple[Sequence[Tensor | None], Any]:
-    qkv, cu_seqlens, key_mask, *rest = args
-    return (*output, cu_seqlens, key_mask, *qkv), rest
-
-
-def _backward(grad_output: Tensor, saved: Sequence[Any], rest: Any) -> Sequence[Tensor | None]:
-    out, lse, cu_seqlens, key_mask, *qkv = saved
-    return attention_backward_kernel(grad_output, qkv, out, lse, cu_seqlens, key_mask, *rest)
-
-
-attention_kernel = operator(
-    "attention", "(Tensor[] qkv, Tensor? cu_seqlens, Tensor? key_mask, SymInt max_seqlen, float scale) "
-    "-> (Tensor, Tensor)",
-    attention_forward, what="attention", fake=lambda qkv, *args: _new_output(qkv)[::2], flop=_flop,
-    save=_save, backward=_backward,
-)  # fmt: skip
-attention_backward_kernel = operator(
-    "attention_backward", "(Tensor grad_output, Tensor[] qkv, Tensor out, Tensor lse, Tensor? cu_seqlens, "
-    "Tensor? key_mask, SymInt max_seqlen, float scale) -> Tensor[]",
-    attention_gradient, what="attention",
-    fake=lambda grad_output, qkv, *args: [tensor.new_empty(tensor.shape) for tensor in qkv],
-    flop=lambda grad_output, qkv, out, lse, *args: _flop(qkv, *args) * 5 // 2,
-)  # fmt: skip

@@ -21,8 +21,8 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from ..kernels.row_parts import row_parts
 from . import block_backward
-from .attention import attention_forward
 from .attention_bias import checked_terms
+from .attention_operator import attention_forward
 from .backends import fp8_reasons, kernel_reasons
 from .block_backward import SETTINGS, BlockSettings, block_backward_kernel, normed_linears, tensors_of
 from .descriptions import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import attention_gradient
+from .attention_operator import attention_gradient, term_names
 from .descriptions import BlockTensors, as_matrix
 from .registration import operator, words_of
 from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
@@ -168,9 +168,10 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     if t.qkv_weight is not None:
         d_proj = stream.to(s.dtype) if narrow is None else narrow
         d_mixed = linear.matmul_gradient(d_proj, scaled["proj"]).view(saved.mixed.shape)
-        (d_packed,) = attention_gradient(
-            d_mixed, [saved.qkv], saved.mixed, saved.lse, qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale
+        d_packed, *of_terms = attention_gradient(
+            d_mixed, [saved.qkv], saved.mixed, saved.lse, qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale, qk.terms
         )
+        gradients |= dict(zip(term_names(qk.terms), of_terms)) if qk.terms is not None else {}
         step = qkv_step(qk, s.qk, s.prefix, saved.qkv.shape[1], saved.qkv.shape[-1], False)
         norm_sums = step.backward(d_packed, saved.before_norm)
         norm_input = NormInput(as_matrix(saved.norm1_input), saved.statistics1)
