@@ -19,7 +19,7 @@ EVERYTHING = ("bias", "masked", "window_mask", "scale", "key_mask")
 COMBINED = (*((form,) for form in FORMS if form != "key_mask"), EVERYTHING, (*EVERYTHING, "rel"))
 # B, H, N, M, D and Kw: one tile, several query or key tiles, head dimensions of one and of two blocks
 SIZES = {
-    "window": (5, 2, 17, 20, 16, 5), "tile": (2, 1, 64, 64, 32, 16), "long": (2, 2, 70, 150, 16, 10),
+    "window": (5, 2, 17, 20, 16, 5), "tile": (2, 1, 64, 64, 32, 16), "long": (2, 1, 70, 80, 16, 20),
     "few keys": (3, 1, 90, 3, 80, 3), "few queries": (1, 2, 1, 80, 48, 40),
 }  # fmt: skip
 FAST = {
