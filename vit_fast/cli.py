@@ -137,14 +137,18 @@ def wide_console(*, stderr: bool = False) -> Console:
 
 
 def table(title: str, titles: Sequence[str], rows: Iterable[Sequence[str]] = (), *, texts: int = 1) -> Table:
-    """Builds a table: left-aligned text in the first `texts` columns, then right-aligned numbers."""
+    """Builds a table: left-aligned text in the first `texts` columns, then right-aligned numbers.
+
+    Text in the last column wraps. Otherwise, a long note would leave no space for the other columns.
+    """
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
     made = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for place, name in enumerate(titles):
-        made.add_column(escape(name), justify="left" if place < texts else "right", no_wrap=True)
+        is_text, is_last = place < texts, place == len(titles) - 1
+        made.add_column(escape(name), justify="left" if is_text else "right", no_wrap=not (is_text and is_last))
     for row in rows:
         made.add_row(*map(escape, row))
     return made
