@@ -5,13 +5,14 @@
 
 Requires torch, triton, numpy, pillow, matplotlib, pytest and hypothesis. Skips candidates of other missing libraries.
 
-A job runs pytest, or some run configurations of `vit-fast bench`, in a separate process. A benchmark first compiles its
-kernels in parallel processes. The most important jobs come first. Every row is written when it is measured. If a
-process of a benchmark ends early, e.g. because a kernel broke its CUDA context, another process resumes it.
-DIR/summary.json contains the outcome of each job, DIR/JOB the records, and DIR.tar.gz all files. The next run replaces
-the record of a job when the job ended well; until then, its files are in DIR/JOB.new. At the end, DIR/model.txt
-compares the kernels of a block with the estimates of `vit-fast kernels --model`. Run `vit-fast report DIR/*/*/` to
-write an HTML page of the records, also of unfinished ones.
+A job runs pytest, or some run configurations of `vit-fast bench`, in a separate process. Each job first compiles in
+parallel processes. The most important jobs come first. Every row is written when it is measured. If a process of a
+benchmark ends early, e.g. because a kernel broke its CUDA context, another process resumes it.
+
+DIR/summary.json contains the outcome of each job, DIR/JOB the records, and DIR.tar.gz all files. Another run into DIR
+writes to DIR/JOB.1, .2 and so on, which replace DIR/JOB when the job ends well, so that a killed run loses no row. At
+the end, DIR/model.txt compares the kernels of a block with the estimates of `vit-fast kernels --model`. Run
+`vit-fast report DIR/*/*/` to write an HTML page of the records, also of unfinished ones.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,11 +44,11 @@ from vit_fast.measure.clock import Protocol
 from vit_fast.ops.backends import compile_launches, interpreter_is_active, triton_unavailable_reasons
 from vit_fast.version import describe
 
-from .candidates import make
 from .configuration import Configuration, make_configuration
+from .preparation import callers, cold_start
 from .records import JOURNAL_NAME, PARTIAL, RECORD_NAME, Journal, Row, read_record, to_json
 from .report import markdown
-from .runner import run
+from .runner import reopen, run
 
 MINUTES = 10.0  # default, and the sum that the time limits of the important jobs are planned for
 LEAST_S = 20.0  # no job starts with less time left
@@ -80,12 +82,11 @@ class Job:
 
 def perform(job: Job, folder: Path, limit_s: float) -> Found:
     """Runs a job in processes, and prints its tables; returns the outcome. The output goes to log.txt in the folder."""
-    new, end = folder.with_name(folder.name + ".new"), time.monotonic() + limit_s
-    shutil.rmtree(new, ignore_errors=True)
+    earlier, end = [*folder.parent.glob(f"{folder.name}.*")], time.monotonic() + limit_s
+    new = folder.with_name(f"{folder.name}.{len(earlier) + 1}")
     new.mkdir(parents=True)
-    problem, written = "", -1
-    # resume as long as the processes that end early write more rows
-    while written < (written := sum(path.stat().st_size for path in new.glob(f"*/{JOURNAL_NAME}"))):
+    problem, progress = "", (-1, 0)
+    while progress != (progress := _progress(new)):  # resume as long as the processes that end early get further
         problem = _run(job, new, end - time.monotonic())
         if job.tests or not problem or "timed out" in problem:
             break
@@ -98,9 +99,17 @@ def perform(job: Job, folder: Path, limit_s: float) -> Found:
         print(*map(markdown, records), sep="\n")
         found["outcome"] = problem or outcome_of([row for record in records for row in record["rows"]])
     if found["outcome"] in ("passed", "measured") or not folder.exists():
-        shutil.rmtree(folder, ignore_errors=True)
+        for replaced in (folder, *earlier):
+            shutil.rmtree(replaced, ignore_errors=True)
         new.replace(folder)
     return found
+
+
+def _progress(folder: Path) -> tuple[int, int]:
+    """Returns the number of finished runs, and how many candidates other runs began or finished."""
+    journals = (path.read_text() for path in folder.glob(f"*/{JOURNAL_NAME}"))
+    begun = sum(len(re.findall('"kind": "(?:begun|row)"', text)) for text in journals)
+    return len([*folder.glob(f"*/{RECORD_NAME}")]), begun
 
 
 def _run(job: Job, folder: Path, limit_s: float) -> str:
@@ -139,39 +148,45 @@ def measure(name: str, folder: str, end: float) -> None:
         path = Path(folder, str(number))
         if path.exists():  # finished by an earlier process
             continue
-        configuration = make_configuration(**request, protocol=PROTOCOL, time_budget_s=max(end - time.time(), 1.0))
         if path.with_name(f"{number}{PARTIAL}").exists():
-            journal = Journal.resume(path)
+            configuration, journal = reopen(path)
         else:
+            configuration = make_configuration(**request)
             journal = Journal.begin(path, configuration.request, describe(configuration.device))
-        compile_kernels(configuration)
-        configuration = dataclasses.replace(configuration, time_budget_s=max(end - time.time(), 1.0))
-        record = run(configuration, journal=journal)
+        compile_ahead(configuration, max(end - time.time(), 1.0))
+        limited = dataclasses.replace(configuration, protocol=PROTOCOL, time_budget_s=max(end - time.time(), 1.0))
+        record = run(limited, journal=journal)
         if record["gpu_failed"]:
             sys.exit(1)
         journal.finish({RECORD_NAME: to_json(record)}, keep=False)
 
 
-def compile_kernels(configuration: Configuration) -> None:
-    """Compiles the kernels of all candidates with backend triton in parallel processes; see kernels/precompile.py."""
+def compile_ahead(configuration: Configuration, seconds: float) -> None:
+    """Compiles in parallel processes, into caches on disk: kernels (kernels/precompile.py) and torch.compile's graphs.
+
+    Each graph is compiled by a process of its own, which calls the candidate once.
+    """
+
+    pairs = [(group, one) for group in configuration.groups() for one in configuration.candidates[group.model.kind]]
 
     def call_each() -> None:
-        for group in configuration.groups():
-            shape = (group.batch_size, *group.model.shape)
-            images = torch.zeros(shape, dtype=group.dtype, device=group.device, requires_grad=group.training)
-            for candidate in configuration.candidates[group.model.kind]:
-                if "triton" in (candidate.attention, candidate.base) and not candidate.graphs:
-                    with contextlib.suppress(Exception):  # the run reports it
-                        model: Any = make(candidate, group)
-                        with torch.set_grad_enabled(group.training):
-                            output = model.requires_grad_(group.training)(images)
-                        if group.training:
-                            output.sum().backward()
+        for group, candidate in pairs:
+            if "triton" in (candidate.attention, candidate.base) and candidate.compile_mode == "none":
+                images = torch.zeros(group.batch_size, *group.model.shape, dtype=group.dtype, device=group.device)
+                with contextlib.suppress(Exception):  # the run reports it
+                    _, call, gradients = callers(candidate, group, [images])
+                    call(0)
+                    if gradients is not None:
+                        gradients()
 
-    with torch.autograd.set_multithreading_enabled(False):  # run backward in this thread, which collects kernels
-        if not triton_unavailable_reasons(configuration.device) and not interpreter_is_active():
-            with contextlib.suppress(RuntimeError):  # a kernel does not compile: the run reports it
-                compile_launches(call_each, None)
+    with ThreadPoolExecutor(len(pairs)) as threads:
+        for group, candidate in pairs:
+            if candidate.compile_mode != "none":
+                threads.submit(cold_start, configuration.request, group, candidate.name, seconds)
+        with torch.autograd.set_multithreading_enabled(False):  # run backward in this thread, which collects kernels
+            if not triton_unavailable_reasons(configuration.device) and not interpreter_is_active():
+                with contextlib.suppress(RuntimeError):  # a kernel does not compile: the run reports it
+                    compile_launches(call_each, None)
 
 
 def bench(
@@ -321,10 +336,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.out is None:
         parser.error("--out FOLDER must be given")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the process of the job, too
     found = run_jobs(chosen, options.out, options.minutes)
     return sum(row["outcome"].startswith(("failed", "INCORRECT")) for row in found)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the process of the job, too
     sys.exit(main())

@@ -202,7 +202,7 @@ def prepare(
     device = group.device
     try:
         with at_most(seconds):
-            build = functools.partial(_callers, candidate, group, problem.batches)
+            build = functools.partial(callers, candidate, group, problem.batches)
             ready = measuring.prepare(candidate, build, problem.reference, device, candidate.tolerance)
             verdict = ready.verdict
             row = make_row(group, candidate, "incorrect" if verdict.reason else "measured", verdict.reason)
@@ -241,7 +241,7 @@ def prepare(
     return None, make_row(group, candidate, status, reason)
 
 
-def _callers(
+def callers(
     candidate: Candidate, group: Group, batches: Sequence[Tensor]
 ) -> tuple[object, Call, Callable[[], object] | None]:
     """Builds a candidate; returns it, a call that takes a batch number, and in training a function for gradients."""
@@ -332,7 +332,7 @@ def profile(call: Call, device: torch.device, least: dict[str, Work], itemsize: 
     return {"kernels": sorted(kernels, key=lambda kernel: -kernel[3]), "least": moved, "launches": launches}
 
 
-def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:
+def cold_start(request: Mapping[str, Any], group: Group, name: str, seconds: float = CANDIDATE_SECONDS) -> Row:
     """Measures the seconds of a new process to its first correct output, and its peak host memory."""
     asked = dict(request) | {"models": [group.model.source or group.model.name], "batch_sizes": [group.batch_size]}
     asked |= {"img_size": None if group.model.data is None else group.model.image_hw, "latency": False}
@@ -340,9 +340,9 @@ def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:
     command = [sys.executable, "-c", f"from {__name__} import print_first_output as run; run()", json.dumps(asked)]
     started = time.monotonic()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CANDIDATE_SECONDS, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
     except subprocess.TimeoutExpired:
-        return {"cold_failed": f"more than {CANDIDATE_SECONDS:g} s"}
+        return {"cold_failed": f"more than {seconds:g} s"}
     except subprocess.CalledProcessError as error:
         return {"cold_failed": (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[-1][:500]}
     found = json.loads(done.stdout.splitlines()[-1])
@@ -356,7 +356,7 @@ def print_first_output() -> None:
     try:
         with matmul_precision(group.dtype_name):
             batches = make_batches(group, configuration.images)
-            _, call, gradients = _callers(candidate, group, batches)
+            _, call, gradients = callers(candidate, group, batches)
             output = call(0) if gradients is None else gradients()
             synchronize(group.device)
             done = time.monotonic()

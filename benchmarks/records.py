@@ -146,7 +146,7 @@ def best_ceilings(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 class Journal:
     """The findings of a run as (kind, value). Kinds: about, row, alone (a row that was not timed interleaved), control,
-    ceilings, begun (preparing a candidate), resumed.
+    ceilings, begun (preparing a candidate), omitted (a mode of torch.compile that was not selected), resumed.
 
     Without a folder, the findings stay in memory.
     """
@@ -204,19 +204,14 @@ class Journal:
         journal.add("resumed", value if kind == "begun" else None)  # the candidate that may have ended the process
         return journal
 
-    def check_machine(self, machine: Mapping[str, Any]) -> None:
-        """Raises ValueError if hardware, versions or code differ from the interrupted run."""
-        before = self.header["machine"]
-        for name in ("device", "threads", "packages", "commit"):
-            if before.get(name) != machine[name]:
-                raise ValueError(f"{self.folder}: {name} must be {before.get(name)} to resume, got {machine[name]}")
-
     def found(self, kind: str) -> list[Any]:
         return [value for known, value in self.entries if known == kind]
 
     def record(self, interrupted: bool = True) -> Record:
         """Returns the record of the run so far. Rows that were only timed alone have no ratios."""
-        rows = {(key_of(row), row["candidate"]): dict(row) for kind in ("alone", "row") for row in self.found(kind)}
+        rows = {(*key_of(row), row["candidate"]): dict(row) for kind in ("alone", "row") for row in self.found(kind)}
+        for omitted in self.found("omitted"):
+            rows.pop(tuple(omitted), None)
         ceilings, controls = best_ceilings(self.found("ceilings")), self.found("control")
         finish([row for row in rows.values() if not row.get("alone")], ceilings, controls)
         return {

@@ -25,7 +25,7 @@ from vit_fast.version import describe, nvidia_smi
 
 from . import preparation, records
 from .allocation import FLOOR_LEAST_REPEATS, FLOOR_MS, FLOOR_REPEATS, estimate
-from .configuration import Configuration
+from .configuration import Configuration, make_configuration
 from .models import DTYPES, Group
 from .preparation import OUT_OF_TIME, RULE, cold_start, make_problem, matmul_precision, prepare
 from .records import Journal, Record, Row, Status, key_of, make_row
@@ -52,6 +52,21 @@ def run(
     `tell` is called with the name of each step. Rows that the journal contains are not measured again.
     """
     return _Run(configuration, tell, journal or Journal()).record()
+
+
+def reopen(folder: Path) -> tuple[Configuration, Journal]:
+    """Opens an interrupted run to resume it; raises ValueError if the machine, versions or code differ."""
+    journal = Journal.resume(folder)
+    try:
+        configuration = make_configuration(**journal.header["request"])
+    except TypeError as error:
+        message = f"{journal.folder}: the run was started by another version of vit-fast ({error}): start a new run"
+        raise ValueError(message) from None
+    before, machine = journal.header["machine"], describe(configuration.device)
+    for name in ("device", "threads", "packages", "commit"):
+        if before.get(name) != machine[name]:
+            raise ValueError(f"{journal.folder}: {name} must be {before.get(name)} to resume, got {machine[name]}")
+    return configuration, journal
 
 
 class _Run:
@@ -231,6 +246,7 @@ class _Run:
         for name, ready in prepared.items():
             others = _other_modes(ready.candidate, prepared) if self.configuration.is_limited else []
             if any(name in timings and one in timings and timings[one].ms < timings[name].ms for one in others):
+                self.journal.add("omitted", [*group.key, name])
                 continue
             if name in timings:
                 records.add_timing(ready.row, timings[name], group)

@@ -1,12 +1,17 @@
-"""Decides how the tests run Triton kernels: on a GPU, on the PTX emulator, or under Triton's interpreter."""
+"""Decides how the tests run Triton kernels: on a GPU, on the PTX emulator, or under Triton's interpreter.
+
+As a plugin of pytest (`-p kernel_execution`), it also compiles the kernels of the selected tests first.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from _pytest.runner import runtestprotocol
 
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 KERNEL_ARCH = os.environ.get("VIT_FAST_EXECUTE")  # the emulator's architecture, set by execute.py
@@ -15,6 +20,7 @@ INTERPRETED = not HAS_GPU and KERNEL_ARCH is None
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported: before any kernel is decorated
 
+PASSES = 4  # of the tests that find kernels to compile
 # Compiled kernels compute fp32 matmuls in TF32, which test_executed_kernels tests; the interpreter is exact.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16) if INTERPRETED else (torch.float16, torch.bfloat16)
 
@@ -28,3 +34,23 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         if INTERPRETED or "must be 'tf32' for fp32 matmuls" not in str(error):
             raise
         pytest.skip("only the interpreter computes exact fp32 matmuls")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compiles kernels in parallel processes, before each test would compile its own.
+
+    Runs the tests without launching new kernels, several times, because a test ends before it needs all of its kernels.
+    A worker of xdist compiles while others do, so it compiles nothing first.
+    """
+    from vit_fast.ops.backends import compile_launches, interpreter_is_active
+
+    if interpreter_is_active() or "PYTEST_XDIST_WORKER" in os.environ or session.config.option.collectonly:
+        return
+
+    def run_all() -> None:
+        for item in session.items:
+            runtestprotocol(item, log=False, nextitem=None)
+
+    # run backward in this thread, which collects kernels
+    with torch.autograd.set_multithreading_enabled(False), contextlib.suppress(RuntimeError):  # the tests report it
+        any(not compile_launches(run_all, None)[0] for _ in range(PASSES))

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import random
 import re
+import signal
+import subprocess
 import sys
 import tarfile
+import threading
 import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import children
+import pretend_gpu
 import pytest
 import torch
+from kernel_execution import INTERPRETED
+from pretend_gpu import Machine
 
-from vit_fast.benchmarks import gpu_check, records
+from vit_fast.benchmarks import gpu_check, preparation, records, runner
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.gpu_check import Found, Job
+from vit_fast.benchmarks.models import Group
+from vit_fast.benchmarks.records import Journal
+from vit_fast.measure import clock
+from vit_fast.measure.clock import Protocol
 
 BENCH = {"models": ["mlp:5x16x32"], "candidates": ["eager"], "batch_sizes": [2], "dtypes": ["fp32"], "device": "cpu"}
 
@@ -37,10 +55,11 @@ def test_outcome_of_a_job(script: str, outcome: str, tmp_path: Path, monkeypatch
 
 def test_a_process_that_ends_early_is_resumed_and_an_earlier_record_is_kept(tmp_path: Path, monkeypatch) -> None:
     folder = tmp_path / "job"
+    row = '{"kind": "row"}'
     script = (
         "import os, sys, pathlib; path = pathlib.Path(sys.argv[1], '0.partial', 'rows.jsonl')\n"
         "path.parent.mkdir(exist_ok=True); text = path.read_text() if path.exists() else ''\n"
-        "path.write_text(text + 'row'); len(text) > 3 or os.abort()"
+        f"path.write_text(text + '{row}'); len(text) > 20 or os.abort()"
     )
     monkeypatch.setattr(Job, "command", lambda job, new, limit_s: [sys.executable, "-c", script, str(new)])
     monkeypatch.setattr(gpu_check, "read_record", lambda path: {"rows": []})
@@ -51,7 +70,36 @@ def test_a_process_that_ends_early_is_resumed_and_an_earlier_record_is_kept(tmp_
         monkeypatch.setattr(gpu_check, "outcome_of", lambda rows, outcome=outcome: outcome)
         assert gpu_check.perform(Job("mlp", "m", 1.0, runs=(BENCH,)), folder, 300.0) == {"outcome": outcome}
         assert (folder / "record.json").exists() is (outcome != "measured")
-    assert (folder / "0.partial" / "rows.jsonl").read_text() == "rowrowrow"
+        assert [*tmp_path.glob("job.*")] == ([tmp_path / "job.1"] if outcome != "measured" else [])
+    assert (folder / "0.partial" / "rows.jsonl").read_text() == 3 * row
+
+
+def test_a_process_that_gets_no_further_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "import os, sys, pathlib; path = pathlib.Path(sys.argv[1], '0.partial', 'rows.jsonl'); print('started')\n"
+        """path.parent.mkdir(exist_ok=True); path.open('a').write('{"kind": "resumed"}'); os._exit(9)"""
+    )
+    monkeypatch.setattr(Job, "command", lambda job, new, limit_s: [sys.executable, "-c", script, str(new)])
+    monkeypatch.setattr(gpu_check, "read_record", lambda path: {"rows": []})
+    monkeypatch.setattr(gpu_check, "markdown", lambda record: "")
+    found = gpu_check.perform(Job("mlp", "m", 1.0, runs=(BENCH,)), tmp_path / "job", 300.0)
+    assert found == {"outcome": "failed: exit status 9; see log.txt"}
+    assert (tmp_path / "job" / "log.txt").read_text() == "started\n"
+
+
+def test_a_process_that_cannot_be_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in a call of a driver may never end."""
+    killed, waited = [], []
+
+    def wait(seconds: float) -> int:
+        waited.append(seconds)
+        raise subprocess.TimeoutExpired("job", seconds)
+
+    monkeypatch.setattr(gpu_check.subprocess, "Popen", lambda *_, **__: SimpleNamespace(pid=7, wait=wait))
+    monkeypatch.setattr(gpu_check.os, "killpg", lambda *given: killed.append(given))
+    job = Job("mlp", "m", 1.0, runs=(BENCH,))
+    assert gpu_check._run(job, tmp_path, 3.0) == "failed: timed out after 3 s; see log.txt"
+    assert (killed, waited) == ([(7, signal.SIGKILL)], [3.0, gpu_check.END_S])
 
 
 @pytest.mark.slow
@@ -153,3 +201,194 @@ def test_the_kernels_of_a_block_are_compared_with_the_model(tmp_path: Path, monk
     lines = gpu_check.compare_with_model(tmp_path, 1.0).splitlines()
     assert lines[0] == "m batch 8 sm_90: 2 blocks; measured, estimated us"
     assert [line.split()[:3] for line in lines[1:]] == [["5.00", "4.00", "1.25x"], ["8.00", "8.00", "1.00x"]]
+
+
+# --- in forked processes on a pretend GPU -----------------------------------------------------------------------------
+
+
+class Forked:
+    """A fork of this process, which need not import anything; replaces subprocess.Popen."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.status: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.setsid()
+                torch.set_num_threads(1)  # threads do not survive a fork
+                status = int(run() or 0)  # type: ignore[call-overload]  # an exit status
+            except SystemExit as ended:
+                status = int(ended.code or 0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+
+    def wait(self, seconds: float | None = None) -> int:
+        if self.status is None:
+            self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.status
+
+
+def shortened(job: Job) -> Job:
+    small = {"attention": "attention:5x2x16", "mlp": "mlp:5x16x32", "block": "block:vit_test"}
+    kinds = [run["models"][0].partition(":")[0] for run in job.runs]
+    changes = [{"models": [small.get(kind, "vit_test")], "batch_sizes": [2]} for kind in kinds]
+    return dataclasses.replace(job, runs=tuple(map(dict.__or__, job.runs, changes)))
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Forked]]:
+    """Starts a gpu-check of small models on a pretend GPU.
+
+    Writes each finished row to the file `rows`, once it is in the journal. The process of a job takes a number from the
+    file `kills`, and is killed after so many CUDA calls; before a negative number, gpu-check is killed, too.
+    """
+    if not INTERPRETED:
+        pytest.skip("needs Triton's interpreter")
+    add, quick = Journal.add, Protocol(repeats=3, seconds=0.0, least_repeats=3, warmup_repeats=1)
+    (tmp_path / "rows").touch()
+
+    def add_and_tell(journal: Journal, kind: str, value: Any) -> None:
+        add(journal, kind, value)
+        if kind in ("alone", "row") and is_finished(value):
+            with (tmp_path / "rows").open("a") as file:
+                file.write(json.dumps(key_of(value)) + "\n")
+
+    def perform(command: list[str]) -> None:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        if kills := (tmp_path / "kills").read_text().split():
+            (tmp_path / "kills").write_text("\n".join(kills[1:]))
+            victims = [os.getppid(), os.getpid()][int(kills[0]) > 0 :]
+            kill = SimpleNamespace(getpid=os.getpid, kill=lambda _, number: [os.kill(pid, number) for pid in victims])
+            monkeypatch.setattr(pretend_gpu, "os", kill)
+            machine.counts.clear()
+            machine.kill_after = abs(int(kills[0]))
+        exec(command[2], {})
+
+    def start(*names: str, kills: Sequence[int] = ()) -> Forked:
+        monkeypatch.setattr(gpu_check, "JOBS", tuple(shortened(job) for job in jobs if job.name in names))
+        (tmp_path / "kills").write_text("\n".join(map(str, kills)))
+        return Forked(lambda: gpu_check.main(["--out", str(tmp_path / "out"), "--minutes", "600"]))
+
+    jobs, popen = gpu_check.JOBS, lambda command, **_: Forked(partial(perform, command))
+    processes = SimpleNamespace(Popen=popen, run=subprocess.run, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(gpu_check, "subprocess", processes)
+    monkeypatch.setattr(gpu_check, "cold_start", lambda *_: None)
+    monkeypatch.setattr(gpu_check, "PROTOCOL", quick)
+    monkeypatch.setattr(preparation, "ALONE", quick)
+    monkeypatch.setattr(clock, "MIN_FLUSH_BYTES", 2**10)
+    monkeypatch.setattr(clock, "RESAMPLES", 200)
+    monkeypatch.setattr(Journal, "add", add_and_tell)
+    for sizes in (runner.MATMUL_SIZE, runner.COPY_BYTES):
+        monkeypatch.setitem(sizes, "cuda", 2**6)
+    with Machine(L2_cache_size=2**9).installed() as machine:
+        yield start
+
+
+def is_finished(row: records.Row) -> bool:
+    return row["status"] not in ("skipped", "interrupted")
+
+
+def key_of(row: records.Row) -> str:
+    return str([row["model"], row["batch"], row["task"], row["candidate"]])
+
+
+def rows_in(out: Path) -> dict[str, str]:
+    """Returns the statuses of the finished rows of all records, also of unfinished ones."""
+    each = [records.read_record(path)["rows"] for path in out.glob("*/*/") if any(path.iterdir())]
+    return {key_of(row): row["status"] for rows in each for row in rows if is_finished(row)}
+
+
+def rows_written(folder: Path) -> set[str]:
+    return {json.loads(line) for line in (folder / "rows").read_text().splitlines()}
+
+
+@pytest.mark.slow
+def test_every_benchmark_runs_on_a_pretend_gpu(check: Callable[..., Forked], tmp_path: Path) -> None:
+    assert check(*(job.name for job in gpu_check.JOBS if job.runs)).wait() == 0
+    found = rows_in(tmp_path / "out")
+    assert rows_written(tmp_path) == found.keys()
+    assert {*found.values()} <= {"measured", "unsupported", "not installed"}, found
+    measured = {name.split("'")[-2] for name, status in found.items() if status == "measured"}
+    assert measured >= {"triton", "triton-frozen", "triton-graphs", "triton-fp8", "timm+compile", "timm+fused"}
+    assert "vit_test batch 2 sm_90: 2 blocks; measured, estimated us" in (tmp_path / "out" / "model.txt").read_text()
+
+
+@pytest.mark.slow
+def test_rows_survive_ten_kills_at_random_times(check: Callable[..., Forked], tmp_path: Path) -> None:
+    """Kills the process of a job, sometimes with gpu-check. Every run writes into the same folder."""
+    generator, out, status = random.Random(0), tmp_path / "out", 1
+    left = [generator.choice((1, -1)) * round(30 * 50 ** generator.random()) for _ in range(10)]
+    while status:
+        before, status = left, check("mlp", "block", kills=left).wait()
+        left = [*map(int, (tmp_path / "kills").read_text().split())]
+        assert rows_written(tmp_path) <= rows_in(out).keys() and (status == 0 or left != before)
+    found = rows_in(out)
+    assert not left and len(found) == 9 and {*found.values()} == {"measured"}
+    with tarfile.open(tmp_path / "out.tar.gz") as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    assert rows_in(tmp_path / "unpacked" / "out") == found
+
+
+@pytest.mark.slow
+def test_a_terminated_check_ends_the_process_of_its_job(check: Callable[..., Forked], tmp_path: Path) -> None:
+    started = check("mlp")
+    while not rows_written(tmp_path):
+        time.sleep(0.05)
+    os.kill(started.pid, signal.SIGTERM)
+    assert started.wait() == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert rows_written(tmp_path) <= rows_in(tmp_path / "out").keys()
+
+
+def test_graphs_are_compiled_in_parallel_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the benchmark; each process compiles the graph of one candidate and group."""
+    started: list[tuple[int, str]] = []
+    both = threading.Barrier(2)
+
+    def cold_start(request: object, group: Group, name: str, seconds: float) -> None:
+        both.wait()
+        started.append((group.batch_size, name))
+
+    monkeypatch.setattr(gpu_check, "cold_start", cold_start)
+    made = BENCH | {"candidates": ["eager", "eager+compile"], "batch_sizes": [2, 1]}
+    gpu_check.compile_ahead(make_configuration(**made), 1.0)
+    assert sorted(started) == [(1, "eager+compile"), (2, "eager+compile")]
+
+
+# --- in a process with the stand-in driver ----------------------------------------------------------------------------
+
+_COUNT = """
+import json, pytest, triton
+from vit_fast.kernels.inspect import stand_in_driver
+stand_in_driver.install("sm_90")
+from vit_fast.benchmarks import gpu_check, runner
+from vit_fast.benchmarks.configuration import make_configuration
+compiled = []
+class Count:
+    def pytest_runtestloop(self):
+        triton.knobs.runtime.jit_cache_hook = lambda *, fn, **_: compiled.append(fn.name)
+job = gpu_check.JOBS[0]
+pytest.main(job.command(None, 1.0)[3:], plugins=[Count()])
+launches = []
+for train in (False, True):
+    names = ["triton"] if train else ["triton", "triton-frozen"]
+    request = {"models": ["vit_test"], "candidates": names, "batch_sizes": [2, 1], "dtypes": ["bf16"], "device": "cpu"}
+    configuration = make_configuration(**request, train=train, protocol=gpu_check.PROTOCOL)
+    triton.knobs.runtime.jit_cache_hook = None
+    gpu_check.compile_ahead(configuration, 600.0)
+    Count().pytest_runtestloop()
+    launches += [row["status"] for row in runner.run(configuration)["rows"]]
+print(json.dumps([compiled, launches]))
+"""
+
+
+@pytest.mark.slow(minutes=True)
+def test_a_job_compiles_no_kernel_alone(tmp_path: Path) -> None:
+    """Kernels are compiled in parallel processes before tests and benchmarks call them. Their outputs are undefined."""
+    environment = children.environment(str(tmp_path)) | {"VIT_FAST_EXECUTE": "sm_90"}
+    compiled, statuses = json.loads(children.run_python(["-c", _COUNT], environment, gpu_check.ROOT).splitlines()[-1])
+    assert compiled == [] and statuses == ["incorrect"] * 6

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,19 +18,21 @@ import pytest
 import torch
 from bench_support import group_of, plan, rows_by_candidate
 from command_line import run as run_command
+from digits import write_digits
 from kernel_execution import INTERPRETED
+from packed_towers import FAMILIES, MIXED
 from pretend_gpu import Machine
 
 import vit_fast
 from vit_fast import ops
 from vit_fast.apps import verify
 from vit_fast.benchmarks import operators, preparation, runner
-from vit_fast.benchmarks.candidates import CANDIDATES
+from vit_fast.benchmarks.candidates import CANDIDATES, NAMES
 from vit_fast.benchmarks.preparation import TrainingStep
 from vit_fast.benchmarks.records import Journal, read_record
 from vit_fast.export.runtime.runner import OnnxRunner, ProviderError
 from vit_fast.measure import clock
-from vit_fast.measure.candidate import ORIGINAL
+from vit_fast.measure.candidate import ORIGINAL, Candidate
 from vit_fast.measure.trials import Trials
 from vit_fast.ops.backends import triton_unavailable_reasons
 from vit_fast.run.runtime import capture
@@ -112,7 +117,7 @@ def test_backward_alone_times_no_forward(gpus: Machine, monkeypatch: pytest.Monk
 
     monkeypatch.setitem(operators.FUNCTIONS["mlp"], "eager", partial(slow, backend="eager"))
     monkeypatch.setattr(TrainingStep, "__init__", watch_init(steps, TrainingStep.__init__))
-    _, call, _ = preparation._callers(CANDIDATES["eager"], group, batches)
+    _, call, _ = preparation.callers(CANDIDATES["eager"], group, batches)
     found = clock.time_interleaved({"a": call}, "cuda", clock.Protocol(8, 9.0, 8, 1, launch="hidden"))["a"]
     assert len(found) == 8 and max(found) < 1 and gpus.counts["forward"] > 8
     assert not steps[0]._forwards
@@ -167,6 +172,22 @@ def test_compiled_training_compiles_one_graph(gpus: Machine) -> None:
         runner.run(plan("eager+compile", dtypes=["fp32"], train=True, device="cuda", batch_sizes=(1,)))
     )
     assert rows["eager+compile"]["status"] == "measured" and len(gpus.compiled) == 1
+
+
+def test_the_slower_mode_of_a_compiler_leaves_no_row(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, every prepared candidate has a row that was timed alone."""
+    monkeypatch.setitem(NAMES, "mlp", "eager eager+compile:reduce-overhead eager+compile:max-autotune")
+
+    def compiled(candidate: Candidate, function: Any, **_: Any) -> Any:
+        slow = {"max-autotune": 40.0, "reduce-overhead": 20.0}.get(candidate.compile_mode, 0.0)
+        return lambda x: (gpus.work(0, slow, "slow"), function(x))[1]
+
+    monkeypatch.setattr(Candidate, "compiled", compiled)
+    made, journal = plan(models=["mlp:5x16x32"], device="cuda", batch_sizes=(1, 2)), Journal()
+    assert made.is_limited
+    for rows in (runner.run(made, journal=journal)["rows"], runner.run(made, journal=journal)["rows"]):
+        assert [row["candidate"] for row in rows] == ["eager", "eager+compile:reduce-overhead"] * 2
+        assert {row["status"] for row in rows} == {"measured"} and not any(row.get("alone") for row in rows)
 
 
 def test_an_onnx_session_gets_images_on_its_own_gpu(gpus: Machine, exported: Any) -> None:
@@ -231,3 +252,92 @@ def test_a_candidate_has_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(preparation, "at_most", at_most)
     runner.run(plan("eager", models=["mlp:5x16x32"], device="cuda", time_budget_s=50))
     assert len(limits) == 1 and limits[0] < 50
+
+
+def test_info_and_verify_cover_every_gpu(gpus: Machine, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    cases = verify._cases
+    monkeypatch.setattr(verify, "_cases", lambda device, small: list(cases(device, True))[-3:])
+    assert run_command("info") == 0
+    printed = capsys.readouterr().out
+    assert all(re.search(rf"triton\s+{device}\s+yes", printed) for device in ("cuda:0", "cuda:1"))
+    assert f"{gpus.properties.name}, compute capability 9.0, 132 SMs, 80 GiB" in printed
+    assert run_command("verify", "--backend", "sdpa,triton") == 0
+    assert "passed on cuda" in capsys.readouterr().out and "layer_norm_mlp" not in gpus.launches
+    assert {device for _, device, _ in gpus.launches} == {0, 1}, "info tests every GPU"
+
+
+def test_train_and_predict_on_the_second_gpu(gpus: Machine, tmp_path: Path, capsys: Any) -> None:
+    data, out = write_digits(tmp_path / "data", 0, 8), tmp_path / "out"
+    options = ("--epochs", "1", "--batch-size", "4", "--set", "dtype=bf16", "--backend", "triton")
+    assert (
+        run_command("train", str(data), "--model", "vit_test", "--device", "cuda:1", "--out", str(out), *options) == 0
+    )
+    assert {device for _, device, _ in gpus.launches} == {1}
+    assert any("attention_bwd" in kernel for kernel, *_ in gpus.launches)
+    capsys.readouterr()
+    weights, copies = str(out / "model.safetensors"), gpus.counts["copy"]
+    assert run_command("predict", str(data), "--weights", weights, "--device", "cuda:1", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)) == 8 and gpus.counts["copy"] > copies
+    assert gpus.peak[1] > 0 == gpus.peak[0]
+
+
+def test_fp8_is_calibrated_and_emulated_on_the_second_gpu(gpus: Machine) -> None:
+    model, x = build("cuda:1", dtype=torch.bfloat16), torch.randn(2, 3, 32, 32).to("cuda:1", torch.bfloat16)
+    with torch.no_grad():
+        expected = model(x)
+        vit_fast.calibrate(model, x)
+        assert vit_fast.fuse(model, precision="fp8").fused
+        output = model(x)
+    assert output.device == x.device and not torch.equal(output.cpu(), expected.cpu())
+    assert torch.cosine_similarity(output.float(), expected.float()).min() > 0.98
+    assert {device for _, device, _ in gpus.launches} == {1}
+
+
+def test_packed_towers_replay_graphs_on_two_gpus(gpus: Machine) -> None:
+    pytest.importorskip("transformers.vision_utils")
+    family = FAMILIES["qwen2_5_vl"]
+    for device in ("cuda:0", "cuda:1"):
+        tower = family.build(depth=1).half().eval()
+        plain = copy.deepcopy(tower)
+        vit_fast.fuse(tower.to(device), "triton")
+        runner = vit_fast.GraphRunner(tower, budgets=(64,), max_images=4)
+        for sizes in (MIXED, ((4, 4),)):
+            inputs = family.call(sizes)
+            inputs["hidden_states"] = inputs["hidden_states"].half()
+            with torch.no_grad():
+                expected = family.real(plain(**inputs), sizes)
+            found = runner(**inputs | {"hidden_states": inputs["hidden_states"].to(device)})
+            for one, other in zip(family.real(found, sizes), expected, strict=True):
+                torch.testing.assert_close(one.cpu(), other, rtol=0, atol=2e-2 * float(other.abs().max()))
+        assert runner.captured and runner.stats().graphs == 1 and runner.stats().hits == {64: 2}
+    assert len({(capture.at, capture.pool) for capture in gpus.captures}) == len(gpus.captures) == 2
+
+
+@pytest.mark.usefixtures("gpus", "own_cache")
+def test_optimize_finds_graphs_on_the_second_gpu(tmp_path: Path, capsys: Any, only: Any) -> None:
+    only(Candidate(attention="triton", mlp="triton", frozen=True, graphs=True))
+    saved = tmp_path / "fast.json"
+    options = ("--batch", "2", "--budget", "60", "--device", "cuda:1", "--save", str(saved))
+    assert run_command("optimize", "vit_test", *options) == 0
+    assert "fused triton, frozen, graphs" in capsys.readouterr().out
+    model = vit_fast.create_model("vit_test", backend="eager", device="cuda:1")
+    assert vit_fast.load_optimized(saved, model)(torch.zeros(2, 3, 32, 32, device="cuda:1")).device.index == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (("--data", "host", "--batch-sizes", "2"), ["sdpa", "triton-graphs"]),
+        pytest.param(("--latency",), ["sdpa"], marks=pytest.mark.slow),  # at least 100 calls
+    ],
+)
+def test_bench_writes_a_record(options: tuple[str, ...], names: list[str], gpus: Machine, tmp_path: Path) -> None:
+    limits = ("--seconds", "0.002", "--dtypes", "fp16", "--device", "cuda", "--candidates", ",".join(names))
+    assert run_command("bench", "--models", "vit_test", *options, *limits, "--out", str(tmp_path / "run")) == 0
+    record = read_record(tmp_path / "run")
+    assert [(row["candidate"], row["status"]) for row in record["rows"]] == [(name, "measured") for name in names]
+    assert all(row["host_ms"] > 0 and row["peak_MiB"] > 0 for row in record["rows"])
+    assert {(row["ms_p99"] is not None, row["data"]) for row in record["rows"]} == {
+        (False, "host") if "host" in options else (True, "device")
+    }
+    assert gpus.counts["copy"] > 0

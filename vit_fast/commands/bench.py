@@ -85,7 +85,7 @@ def bench(
     from ..benchmarks.candidates import CANDIDATES, COMPILE_MODES
     from ..benchmarks.configuration import make_configuration
     from ..benchmarks.records import RECORD_NAME, Journal, check_folder, to_json
-    from ..benchmarks.runner import run
+    from ..benchmarks.runner import reopen, run
     from ..measure.candidate import patient_interrupt
     from ..version import describe
 
@@ -111,18 +111,12 @@ def bench(
     if resume is None:
         configuration = make_configuration(**given)
         journal = Journal.begin(out, configuration.request, describe(configuration.device))
+    # a time budget may be 0
+    elif out or any(value is not False and value not in ((), None, "auto", "device") for value in given.values()):
+        message = f"--resume must be the only argument besides --json: {resume} stores the arguments of the run"
+        raise ValueError(message)
     else:
-        # a time budget may be 0
-        if out or any(value is not False and value not in ((), None, "auto", "device") for value in given.values()):
-            message = f"--resume must be the only argument besides --json: {resume} stores the arguments of the run"
-            raise ValueError(message)
-        journal = Journal.resume(resume)
-        try:
-            configuration = make_configuration(**journal.header["request"])
-        except TypeError as error:
-            message = f"{journal.folder}: the run was started by another version of vit-fast ({error}): start a new run"
-            raise ValueError(message) from None
-        journal.check_machine(describe(configuration.device))
+        configuration, journal = reopen(resume)
     with patient_interrupt(signal.SIGINT, signal.SIGTERM):
         with console.status("preparing", refresh_per_second=2) as status:  # a higher rate disturbs the timing
 
