@@ -3,12 +3,15 @@
 A `Launch` can be built from meta tensors, so `inspect/offline.py` can compile the kernels without a GPU.
 
 Related arguments, e.g. the parameters of a layer, may form a tuple. In Triton 3.6 and 3.7, a tuple must not contain
-tensor descriptors, and a kernel cannot compare a tuple with None. In tuples, Triton ignores do_not_specialize.
+tensor descriptors, and a kernel cannot compare a tuple with None. In tuples, Triton ignores do_not_specialize, so
+`unspecialized` encodes integers. A constant may also be a tuple or a device function. Triton 3.6 cannot serialize
+functions, so a kernel receives the name of the function, and calls `device_function`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import threading
@@ -18,6 +21,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -41,7 +45,12 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
     maxnreg: int | None = None  # maximum registers per thread; None lets the compiler choose
+    details: tuple[str, ...] = ()  # for reports: the names of the epilogue and of its activation
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def named(self) -> dict[str, Any]:
+        """Returns all arguments as triton takes them."""
+        return {**self.args, **{name: _as_constant(value) for name, value in self.constants.items()}}
 
     def options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
@@ -87,7 +96,7 @@ class Launch:
 
     def _run_by_triton(self) -> Any:
         with compiling:
-            return self.kernel[self.grid](**self.args, **self.constants, **self.options())
+            return self.kernel[self.grid](**self.named(), **self.options())
 
     def _specialization(self, device: int) -> tuple[Any, ...]:
         """Returns the key of `_ready`, a dict of compiled kernels. Launches with equal keys share a compiled kernel."""
@@ -136,6 +145,35 @@ def _specialization_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     return kind if kind is float else (kind, value)  # with its type: True == 1, but triton distinguishes them
+
+
+def _as_constant(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(tl.constexpr, value))
+    return _name_of(value) if hasattr(value, "fn") else value
+
+
+@functools.cache
+def _name_of(function: Any) -> str:
+    """Names a device function. The name includes a hash of its source, for the key of triton's cache on disk."""
+    return f"{function.fn.__module__}:{function.fn.__qualname__}:{getattr(function, 'cache_key', '')}"
+
+
+@triton.constexpr_function
+def device_function(name):
+    """Returns the device function of a name from `_name_of`, while a kernel compiles."""
+    module, function, _ = name.split(":")
+    return getattr(__import__(module, fromlist=[function]), function)
+
+
+def unspecialized(value: int) -> int:
+    """Encodes an integer for a tuple: never 1 and no multiple of 16, on which triton would specialize the kernel."""
+    return 16 * value + 2
+
+
+@triton.jit
+def decoded(value):
+    return value >> 4
 
 
 def is_watched(*kernels: Any) -> bool:

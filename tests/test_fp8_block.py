@@ -16,8 +16,7 @@ from vit_fast.accuracy import judge
 from vit_fast.kernels.device import Gpu
 from vit_fast.kernels.inspect import offline
 from vit_fast.kernels.layer_norm import new_statistics
-from vit_fast.kernels.linear.split_k import finish_residual_launch
-from vit_fast.kernels.matmul.matmul_launch import Operands
+from vit_fast.kernels.linear.split_k import BranchOutput, finish_residual_launch
 from vit_fast.kernels.ptx import to_e4m3
 from vit_fast.ops import reference
 from vit_fast.ops.backends import fp8_reasons
@@ -222,8 +221,7 @@ def test_parts_of_k_end_in_e4m3_too() -> None:
     part, residual = torch.randn(3, 19, 48, device=DEVICE), torch.randn(19, 48, device=DEVICE).bfloat16()
     out, out8 = torch.empty_like(residual), torch.empty_like(residual, dtype=E4M3)
     statistics, scale = new_statistics(19, 48, residual.device), 2.0 ** torch.randint(-5, 1, (48,), device=DEVICE)
-    operands = Operands(part, part, out, residual=residual, out_part=statistics, out8=out8, out_scale=1 / scale)
-    finish_residual_launch(part, operands).run()
+    finish_residual_launch(part, BranchOutput(out, residual, statistics, out8, out_scale=1 / scale)).run()
     assert torch.equal(out8.double(), reference.quantize_e4m3(out, scale))
     torch.testing.assert_close(out.float(), part.sum(0) + residual.float(), rtol=2**-8, atol=2**-8)
 

@@ -22,7 +22,7 @@ from vit_fast.kernels.device import REFERENCE_GPU, Gpu
 from vit_fast.kernels.inspect import attention_tuning, offline
 from vit_fast.kernels.launch import Launch
 from vit_fast.kernels.linear import linear
-from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands
+from vit_fast.kernels.matmul.matmul_launch import Matmul, MatmulConfig
 from vit_fast.kernels.matmul.matmul_policy import Problem, best, best_head, config_table
 
 SIZES = (2, 15, 16, 17, 768)
@@ -128,12 +128,12 @@ def test_two_launches_compute_the_same_as_one(dtype: torch.dtype, splits: int, m
     tensors = [torch.randn(shape).to(DEVICE, dtype) for shape in shapes]
     out8, scale = torch.empty(2, 150, 80, dtype=torch.float8_e4m3fn, device=DEVICE), torch.full((80,), 0.125).to(DEVICE)
     whole = linear.linear_residual(*tensors, True, out8=out8[0], out_scale=scale)
-    monkeypatch.setattr(linear, "rows_in_whole_waves", lambda operands: 128)
+    monkeypatch.setattr(linear, "rows_in_whole_waves", lambda matmul: 128)
     config_of, calls = linear.residual_config, []
 
-    def config(operands: Operands) -> tuple[MatmulConfig, int]:
-        calls.append(operands.sizes[0])
-        return config_of(operands)[0], splits if operands.sizes[0] < 128 else 1
+    def config(matmul: Matmul) -> tuple[MatmulConfig, int]:
+        calls.append(matmul.sizes[0])
+        return config_of(matmul)[0], splits if matmul.sizes[0] < 128 else 1
 
     monkeypatch.setattr(linear, "residual_config", config)
     cut = linear.linear_residual(*tensors, True, out8=out8[1], out_scale=scale)

@@ -22,7 +22,9 @@ from vit_fast.kernels.inspect import offline
 from vit_fast.kernels.linear import linear, weight_matmuls
 from vit_fast.kernels.linear.scaled_weights import in_dtype, scaled_weights
 from vit_fast.kernels.linear.weight_matmuls import weight_matmuls_launch
-from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands, fits_tma, matmul_launch
+from vit_fast.kernels.matmul.forward_epilogues import partial_epilogue, residual_epilogue
+from vit_fast.kernels.matmul.gradient_epilogues import layer_norm_grad_epilogue
+from vit_fast.kernels.matmul.matmul_launch import Matmul, MatmulConfig, fits_tma, matmul_launch
 from vit_fast.kernels.matmul.matmul_policy import matmul_config
 
 HALF = (torch.float16, torch.bfloat16)
@@ -39,17 +41,17 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def test_input_gradient_in_fp32(N: int, dtype: torch.dtype) -> None:
     a, b = normal(70, 64, dtype=dtype), normal(64, N, dtype=dtype, seed=1)
     x, residual = normal(70, N, seed=2), normal(70, N, seed=3)
-    mean, rstd, parts = normal(70, seed=4), normal(70, seed=5).abs(), normal(70, 19, seed=6)
+    statistics, parts = torch.stack((normal(70, seed=4), normal(70, seed=5).abs())), normal(70, 19, seed=6)
     out, rounded = nan_like(x, x.to(dtype))
-    given = Operands(a, b, out, x=x, residual=residual, mean=mean, rstd=rstd, row_part=parts, h=rounded)
-    config = matmul_config(given, "layer_norm_grad")
+    matmul = Matmul(a, b, layer_norm_grad_epilogue(out, x, statistics, parts, residual, rounded))
+    config = matmul_config(matmul)
     assert config.tma == (N % 8 == 0 and reads_descriptors(ARCH))
-    matmul_launch(given, epilogue="layer_norm_grad", config=config).run()
+    matmul_launch(matmul, config).run()
 
     def formula(precision: torch.dtype) -> Tensor:
-        a_, b_, x_, residual_, mean_, parts_ = (t.to(precision) for t in (a, b, x, residual, mean, parts))
-        coefficient = rstd.to(precision) ** 2 * parts_.sum(1) / N
-        return residual_ + a_ @ b_ - (x_ - mean_[:, None]) * coefficient[:, None]
+        tensors = (t.to(precision) for t in (a, b, x, residual, statistics, parts))
+        a_, b_, x_, residual_, (mean, rstd), parts_ = tensors
+        return residual_ + a_ @ b_ - (x_ - mean[:, None]) * (rstd**2 * parts_.sum(1) / N)[:, None]
 
     assert_as_exact_as_eager("out", out, formula(torch.float32), formula(torch.float64), FORWARD_FACTOR)
     assert torch.equal(rounded, out.to(dtype))
@@ -80,9 +82,9 @@ def test_residual_with_and_without_split_k(
 ) -> None:
     """With an fp32 stream, the branch is not rounded to the dtype of the operands: it is as accurate as in fp32."""
     tensors = _branch(70, C, dtype, stream or dtype)
-    operands = Operands(tensors[0], tensors[1], tensors[4], b_is_nk=True, residual=tensors[4])
-    config = matmul_config(operands, "residual" if splits == 1 else "partial")
-    monkeypatch.setattr(linear, "residual_config", lambda operands: (config, splits))
+    epilogue = residual_epilogue(tensors[4], tensors[4]) if splits == 1 else partial_epilogue(tensors[4])
+    config = matmul_config(Matmul(tensors[0], tensors[1], epilogue, b_is_nk=True))
+    monkeypatch.setattr(linear, "residual_config", lambda matmul: (config, splits))
     out, statistics = linear.linear_residual(*tensors, statistics=stream is None)
     assert out.dtype == (stream or dtype)
     eager = _formula(tensors, stream or dtype)

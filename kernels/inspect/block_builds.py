@@ -232,7 +232,7 @@ def _build(arch: str, name: str, launch: Launch, core: bool) -> Build:
         tile = "x".join(str(c[f"BLOCK_{axis}"]) for axis in ("MNK" if is_matmul else "PQM"))
         name = f"{name} {tile} {'TMA' if c['TMA'] else 'pointers'}"
     if is_matmul:
-        kernel = f"{kernel}_{c['EPILOGUE']}"
-        name += f" {c['ACTIVATION']}" if c["ACTIVATION"] != "identity" else ""
+        kernel = f"{kernel}_{launch.details[0]}"
+        name = " ".join((name, *launch.details[1:]))
     core &= arch == "sm_90" or (kernel == "matmul_layer_norm" and name.endswith("gelu"))
     return Build(kernel, name, launch, core=core, needs=needs)

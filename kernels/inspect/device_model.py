@@ -38,8 +38,8 @@ def estimate(launch: Launch, arch: str) -> dict[str, Any]:
             outputs = [(args[f"P{suffix}"], args[f"Q{suffix}"]) for suffix in ("", "2", "3", "4")]
             blocks, depth = (c["BLOCK_P"], c["BLOCK_Q"], c["BLOCK_M"]), args["M"]
         tiles = sum(ceil_div(rows, blocks[0]) * ceil_div(columns, blocks[1]) for rows, columns in outputs)
-        waves = tiles * args["splits"] / gpu.sm_count
-        tile = "x".join(map(str, blocks)) + (f"/{args['splits']}" if args["splits"] > 1 else "")
+        waves = tiles * (args["splits"] or 1) / gpu.sm_count
+        tile = "x".join(map(str, blocks)) + (f"/{args['splits']}" if (args["splits"] or 1) > 1 else "")
         flop, itemsize = (
             2.0 * depth * sum(map(math.prod, outputs)),
             getattr(args["a"], "base", args["a"]).element_size(),
@@ -49,10 +49,8 @@ def estimate(launch: Launch, arch: str) -> dict[str, Any]:
         flop = 2.0 * matmuls * args["lse_ptr"].numel() * args["n_kv"] * c["D"]
     peak = 2 * PRODUCTS[arch] * gpu.sm_count * gpu.clock * 1e3 * 2 / itemsize  # FLOP per microsecond
     times = {"tensor cores": flop / peak / _SUSTAINED, "DRAM": moved / gpu.dram / 1e3 / _STREAMED}
-    activation = c.get("ACTIVATION", "identity")
-    names = (launch.kernel.__name__.strip("_").removesuffix("_kernel"), c.get("EPILOGUE"), activation)
     return {
-        "kernel": ", ".join(name for name in names if name not in (None, "identity")),
+        "kernel": ", ".join((launch.kernel.__name__.strip("_").removesuffix("_kernel"), *launch.details)),
         "tile": tile, "waves": round(waves, 2), "MB": round(moved / 1e6, 2), "GFLOP": round(flop / 1e9, 3),
         "registers": stats["registers"], "ctas_per_sm": stats["ctas_per_sm"],
         "floor_us": round(max(times.values()), 2), "bottleneck": max(times, key=lambda name: times[name]),

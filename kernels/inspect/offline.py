@@ -116,5 +116,5 @@ def _specialize(launch: Launch, target: GPUTarget) -> tuple[Any, Any, Any]:
     """Returns types, constants and divisibility of the arguments, derived as in triton's `JITFunction.run`."""
     kernel, options = launch.kernel, launch.options()
     bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
-    arguments, specialized, _ = bind(**launch.args, **launch.constants, **options)
+    arguments, specialized, _ = bind(**launch.named(), **options)
     return kernel._pack_args(make_backend(target), options, arguments, specialized, None)[1:]

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from ..launch import Launch, ceil_div
 from ..layer_norm import chunk, load_chunk, load_columns, normalize_launch
-from ..matmul.matmul_launch import Operands
+from ..matmul.forward_epilogues import FoldedNorm, residual_epilogue
+from ..matmul.matmul_launch import Matmul
 from .folding import FoldedLinear
 from .gradients import column_sum_programs, column_sum_tiles, new_column_sums, store_column_sums
 from .linear import run_matmul
@@ -58,13 +59,11 @@ def hidden_linear_residual(
         source = torch.empty_like(h)
         rms = folded.weight_sum is None
         normalize_launch(h, eps, statistics[1], source, rms, statistics[0] if training else None).run()
-    made = training and part is not None
-    operands = Operands(
-        source, folded.weight, out, b_is_nk=True, z=branch, residual=residual, bias=folded.shift, scale=scale,
-        weight_sum=None if part is None else folded.weight_sum, row_part=part, eps=eps,
-        mean=statistics[0] if made else None, rstd=statistics[1] if made else None, out_part=out_part,
-    )  # fmt: skip
-    run_matmul(operands, "residual")
+    norm = FoldedNorm()
+    if part is not None:
+        norm = FoldedNorm(part, statistics if training else None, folded.weight_sum, eps)
+    epilogue = residual_epilogue(out, residual, out_part, bias=folded.shift, scale=scale, norm=norm, branch=branch)
+    run_matmul(Matmul(source, folded.weight, epilogue, b_is_nk=True))
     return out, branch, statistics
 
 

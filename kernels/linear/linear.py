@@ -8,6 +8,7 @@ Backward: `matmul_gradient` and `gradients.layer_norm_gradient` for attention, `
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,16 +16,25 @@ from torch import Tensor
 from ..device import gpu_of, starts_early
 from ..launch import ceil_div
 from ..layer_norm import NormInput, layer_norm_statistics_launch, new_statistics
-from ..matmul.matmul_launch import HeadStep, Operands, matmul_launch
+from ..matmul.forward_epilogues import (
+    FoldedNorm,
+    HeadStep,
+    gated_epilogue,
+    layer_norm_epilogue,
+    partial_epilogue,
+    residual_epilogue,
+    rotary_epilogue,
+)
+from ..matmul.gradient_epilogues import activation_grad_epilogue, layer_norm_grad_epilogue
+from ..matmul.matmul_launch import Matmul, matmul_launch
 from ..matmul.matmul_policy import matmul_config, residual_config, rows_in_whole_waves
 from .folding import FoldedLinear
 from .scaled_weights import ScaledWeight
-from .split_k import finish_residual_launch
+from .split_k import BranchOutput, finish_residual_launch
 
 
-def run_matmul(operands: Operands, epilogue: str, activation: str = "identity") -> None:
-    config = matmul_config(operands, epilogue, activation)
-    matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
+def run_matmul(matmul: Matmul) -> None:
+    matmul_launch(matmul, matmul_config(matmul)).run()
 
 
 def layer_norm_linear(
@@ -43,21 +53,22 @@ def layer_norm_linear(
         out_scale: For a result in e4m3: the reciprocal scale, which multiplies the result before rounding, fp32 [1].
     """
     (M, _), F = x.source.shape, folded.weight.shape[0]
-    out, z, mean, rstd = x.source.new_empty((M, F // (2 if gated else 1)), dtype=dtype), None, None, None
+    out, z, statistics = x.source.new_empty((M, F // (2 if gated else 1)), dtype=dtype), None, None
     if saves and (activation != "identity" or gated):
         z = x.source.new_empty((M, F))
     if saves and x.part is not None:
         statistics = torch.empty(2, M, dtype=torch.float32, device=out.device)
-        mean, rstd = statistics
-    operands = Operands(
-        x.source, folded.weight, out, b_is_nk=True, z=z, mean=mean, rstd=rstd, row_part=x.part, eps=x.eps,
-        bias=folded.shift, weight_sum=folded.weight_sum, scale=folded.scale, out_scale=out_scale,
-        head_step=head_step, out_part=out_part if gated else None,
-    )  # fmt: skip
-    run_matmul(operands, "gated" if gated else head_step.epilogue if head_step else "layer_norm", activation)
+    common = out, FoldedNorm(x.part, statistics, folded.weight_sum, x.eps), folded.shift, folded.scale
+    if gated:
+        epilogue = gated_epilogue(*common, activation, z, out_scale, out_part)
+    elif head_step is not None:
+        epilogue = rotary_epilogue(*common, head_step)
+    else:
+        epilogue = layer_norm_epilogue(*common, activation, z, out_scale)
+    run_matmul(Matmul(x.source, folded.weight, epilogue, b_is_nk=True))
     if out_part is not None and not gated:  # without a gate, the epilogue would spill if it also computed statistics
         layer_norm_statistics_launch(out, out_part).run()
-    return out, out if z is None else z, x if mean is None else NormInput(x.source, statistics)
+    return out, out if z is None else z, x if statistics is None else NormInput(x.source, statistics)
 
 
 def linear_residual(
@@ -79,21 +90,20 @@ def linear_residual(
     dtype = dtype or h.dtype if residual is None else residual.dtype
     row_part = new_statistics(M, C, h.device) if statistics else None
     out = torch.empty(M, C, dtype=dtype, device=h.device)
-    operands = Operands(
-        h, weight, out, b_is_nk=True, residual=residual, bias=bias, scale=scale, out_part=row_part, out8=out8,
-        out_scale=out_scale,
-    )  # fmt: skip
-    first = rows_in_whole_waves(operands)
+    whole = BranchOutput(out, residual, row_part, out8, bias, scale, out_scale)
+    matmul = Matmul(h, weight, residual_epilogue(*whole), b_is_nk=True)
+    first = rows_in_whole_waves(matmul)
     for rows in (slice(0, first), slice(first, M)) if first < M else (slice(0, M),):
-        o = operands if first == M else operands.of_rows(rows)
-        config, splits = residual_config(o)
+        output = whole if first == M else whole.of_rows(rows)
+        if first < M:
+            matmul = Matmul(h[rows], weight, residual_epilogue(*output), b_is_nk=True)
+        config, splits = residual_config(matmul)
         if splits == 1:
-            matmul_launch(o, epilogue="residual", config=config).run()
+            matmul_launch(matmul, config).run()
         else:
-            part = torch.empty(splits, *o.out.shape, dtype=torch.float32, device=o.out.device)
-            partial = Operands(o.a, o.b, part, b_is_nk=True)
-            matmul_launch(partial, epilogue="partial", config=config, split_k=splits).run()
-            finish_residual_launch(part, o, dependent=starts_early(gpu_of(o.out.device).arch)).run()
+            part = torch.empty(splits, *output.out.shape, dtype=torch.float32, device=out.device)
+            matmul_launch(replace(matmul, epilogue=partial_epilogue(part)), config, splits).run()
+            finish_residual_launch(part, output, dependent=starts_early(gpu_of(out.device).arch)).run()
     return out, row_part
 
 
@@ -117,16 +127,14 @@ def activation_gradient(
     """
     (M, width), F = z.shape, scaled.weight.shape[1]
     out, h = torch.empty_like(z), z.new_empty((M, F))
-    epilogue = "gated_grad" if gated else "activation_grad"
-    operands = Operands(
-        grad, scaled.weight, out, z=z, h=h, mean=x.mean, rstd=x.rstd, bias=folded.shift, scale=scaled.factor,
-        hidden=hidden, along=along,
+    made = partial(
+        activation_grad_epilogue, out, z, h, folded.shift, None if x.mean is None else x.statistics, scaled.factor,
+        hidden, along, activation, gated,
     )  # fmt: skip
-    config = matmul_config(operands, epilogue)
+    config = matmul_config(Matmul(grad, scaled.weight, made()))
     row_part = torch.empty(M, ceil_div(F, config.sub_tile_width), dtype=torch.float32, device=z.device)
     column_part = torch.empty(ceil_div(M, config.block_m), 2, width, dtype=torch.float32, device=z.device)
-    operands = replace(operands, row_part=row_part, column_part=column_part)
-    matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
+    matmul_launch(Matmul(grad, scaled.weight, made(row_part, column_part)), config).run()
     return out, row_part, column_part, h
 
 
@@ -139,16 +147,13 @@ def input_gradient(
     """
     out = torch.empty_like(x.source, dtype=x.input_dtype)
     narrow = torch.empty_like(x.source) if rounded and out.dtype != x.source.dtype else None
-    operands = Operands(
-        scaled, folded.weight, out, x=x.source, residual=residual, mean=x.mean,
-        rstd=x.rstd, row_part=row_part, h=narrow,
-    )  # fmt: skip
-    run_matmul(operands, "layer_norm_grad")
+    epilogue = layer_norm_grad_epilogue(out, x.source, x.statistics, row_part, residual, narrow)
+    run_matmul(Matmul(scaled, folded.weight, epilogue))
     return out, out if narrow is None else narrow
 
 
 def matmul_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
     """Returns grad diag(LayerScale) W, the gradient of the input of qkv or proj. LayerScale may be absent."""
     out = torch.empty(grad.shape[0], scaled.weight.shape[1], dtype=grad.dtype, device=grad.device)
-    run_matmul(Operands(grad, scaled.weight, out, scale=scaled.factor), "residual")
+    run_matmul(Matmul(grad, scaled.weight, residual_epilogue(out, scale=scaled.factor)))
     return out

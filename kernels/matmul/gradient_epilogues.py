@@ -1,143 +1,221 @@
-"""Backward epilogues of `matmul.py`. acc = A B [scale]; mean and rstd are the statistics of x, the LayerNorm's input:
+"""Backward epilogues of `matmul.py`, which describes their parameters. acc = A B. x is the input of a LayerNorm.
 
-    "activation_grad": h = act(z),  dz = acc act'(z),  out = rstd dz
-    "gated_grad":      h = act(g) u (`forward_epilogues.py`); z, dz and out are [M, 2 N]
-    "layer_norm_grad": out = [residual +] acc - (x - mean) * coefficient; h, if given, is a copy of out in A's dtype
-                       coefficient = rstd^2 / N * sum(dz (z - bias)) over the columns of z
+`statistics` contains mean and rstd of the rows of x. If x was fp32, x is the normalized input n (`layer_norm.py`), and
+`statistics` contains only rstd. rstd is negative for a constant row of x. `linear/gradients.py` explains the formulas.
 
-In "activation_grad" and "gated_grad", acc is the gradient of h. These epilogues also store partial sums: dz (z - bias)
-per row, and dz and out * mean per column. Three cases differ from the formulas:
-
-- A row of x is constant (rstd < 0, see `layer_norm.py`): "activation_grad" and "gated_grad" use 1 in place of rstd. A
-  large rstd would amplify rounding errors of the weight gradient. "layer_norm_grad" multiplies acc by |rstd| instead.
-- The input was fp32. x is then n, the normalized input (`layer_norm.py`); "activation_grad" and "gated_grad" use 1 for
-  rstd. "layer_norm_grad" computes out = [residual +] rstd * acc - n * coefficient; coefficient has rstd, not rstd^2.
-- A norm of h follows (`hidden_norm.py`): acc is the gradient of h^, the normalized h. The formulas then use the
-  gradient of h, |rstd of h| (acc - h^ * along), in place of acc. `along` is the mean of acc h^ over a row. The epilogue
-  stores h^, not h.
-
-`where` and SHAPE are as in `forward_epilogues.py`. `linear/gradients.py` explains the formulas.
+Under autocast, the residual stream (out, x and residual of `layer_norm_grad`) may be fp32, while A and B are half
+precision.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..activations import activate_with_slope
 from ..ptx import in_layout_of, rounded
-from .matmul_tiles import load_rows, load_tile, store_tile, sum_row_parts
+from .matmul_launch import Epilogue, MatmulConfig
+from .matmul_tiles import dtype_of, load_rows, load_tile, store_tile, sum_row_parts
+
+# --- dz = acc scale act'(z): backward of a linear layer, and of the activation (and the gate) before it ---
 
 
 @triton.jit
-def activation_row_factors(mean_ptr, rstd_ptr, row, M, ROWS: tl.constexpr):
-    """Returns (rstd, mean) for "activation_grad" and "gated_grad"; see the first two cases above."""
+def _activation_row_factors(statistics_ptr, row, M, ROWS: tl.constexpr):
+    """Returns (rstd, mean). rstd is 1 without statistics, and in a constant row."""
     rstd = tl.full((ROWS,), 1.0, tl.float32)
     mean = tl.zeros((ROWS,), tl.float32)
-    if mean_ptr is not None:
-        rstd = load_rows(rstd_ptr, row, M, ROWS)
+    if statistics_ptr is not None:
+        rstd = load_rows(statistics_ptr + M, row, M, ROWS)
         rstd = tl.where(rstd < 0.0, 1.0, rstd)
-        mean = load_rows(mean_ptr, row, M, ROWS)
+        mean = load_rows(statistics_ptr, row, M, ROWS)
     return rstd, mean
 
 
 @triton.jit
-def layer_norm_row_factors(mean_ptr, rstd_ptr, row_part_ptr, row, M, N, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Returns (factor of acc, mean, coefficient) for "layer_norm_grad"."""
-    scale = load_rows(rstd_ptr, row, M, ROWS)
-    mean = tl.zeros((ROWS,), tl.float32)
-    coefficient = sum_row_parts(row_part_ptr, row, M, ROWS, PARTS) * scale / N
-    if mean_ptr is not None:
-        coefficient *= scale
-        scale = tl.where(scale < 0.0, -scale, 1.0)
-        mean = load_rows(mean_ptr, row, M, ROWS)
-    return scale, mean, coefficient
+def _load_z(z, acc, row, col, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    # otherwise, the compiler would compute the activation twice, in the layouts of acc and of h
+    return in_layout_of(load_tile(z, row, col, M, N, ROWS, COLS, TMA).to(tl.float32), acc)
 
 
 @triton.jit
-def _through_norm(acc, hidden, statistics_ptr, along_ptr, where, SHAPE: tl.constexpr):
+def _through_norm(acc, hidden, statistics_ptr, along_ptr, row, col, M, N, ROWS: tl.constexpr, DTYPE: tl.constexpr):
     """Returns the gradient of h, and h^. `hidden` is h, and `acc` the gradient of h^."""
-    row, col, M, N = where
-    ROWS: tl.constexpr = SHAPE[0]
     mean = load_rows(statistics_ptr, row, M, ROWS)
     rstd = load_rows(statistics_ptr + M, row, M, ROWS)
     along = load_rows(along_ptr, row, M, ROWS)
-    inside = (col + tl.arange(0, SHAPE[1]) < N)[None, :]
-    hidden = tl.where(inside, hidden.to(SHAPE[3]).to(tl.float32) - mean[:, None], 0.0)
+    inside = (col + tl.arange(0, hidden.shape[1]) < N)[None, :]
+    hidden = tl.where(inside, hidden.to(DTYPE).to(tl.float32) - mean[:, None], 0.0)
     normalized = hidden * tl.maximum(rstd, 0.0)[:, None]
     return (acc - normalized * along[:, None]) * tl.abs(rstd)[:, None], normalized
 
 
 @triton.jit
-def activation_grad_epilogue(
-    acc, out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr, hidden_ptr, along_ptr, factors, where,
-    SHAPE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+def _store_gradient(
+    dz, z, out, bias_ptr, row_part_ptr, column_part_ptr, factors, row, col, M, N,
+    INDEX, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    row, col, M, N = where
+    """Stores a sub-tile of out = rstd dz, and its sums: dz (z - bias) per row, and dz and out * mean per column.
+
+    INDEX: number of the sub-tile in its row.
+    """
     rstd, mean = factors
-    ROWS: tl.constexpr = SHAPE[0]
-    COLS: tl.constexpr = SHAPE[1]
-    TMA: tl.constexpr = SHAPE[2]
-    DTYPE: tl.constexpr = SHAPE[3]
-    WIDER: tl.constexpr = 2 if GATED else 1
-    COLS_Z: tl.constexpr = WIDER * COLS
-    wide = WIDER * col
-    cols = wide + tl.arange(0, COLS_Z)
+    DTYPE: tl.constexpr = dtype_of(out, TMA)
     rows = row + tl.arange(0, ROWS)
-    if scale_ptr is not None:
-        acc *= tl.load(scale_ptr)
-    anchor = tl.join(acc, acc).reshape(ROWS, COLS_Z) if GATED else acc
-    pre = load_tile(z, row, wide, M, WIDER * N, ROWS, COLS_Z, TMA and EARLY == 0)
-    # otherwise, the compiler would compute the activation twice, in the layouts of acc and of h
-    pre = in_layout_of(pre.to(tl.float32), anchor)
-    if GATED:
-        gate, up = tl.split(pre.reshape(ROWS, COLS, 2))
-        value, slope = activate_with_slope(gate, ACTIVATION, DTYPE == tl.float32)
-        if along_ptr is not None:
-            acc, hidden = _through_norm(acc, value * up, hidden_ptr, along_ptr, where, SHAPE)
-        grad = tl.join(acc * up * slope, acc * value).reshape(ROWS, COLS_Z)
-        value *= up
-    else:
-        value, slope = activate_with_slope(pre, ACTIVATION, DTYPE == tl.float32)
-        if along_ptr is not None:
-            acc, hidden = _through_norm(acc, value, hidden_ptr, along_ptr, where, SHAPE)
-    if h is not None:
-        if along_ptr is not None:
-            value = hidden
-        store_tile(h, value.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
-    if not GATED:  # after h is stored: the kernel then needs 178 registers instead of 236
-        grad = acc * slope
-    width = WIDER * N
-    bias = tl.load(bias_ptr + cols, mask=cols < width, other=0.0)
-    # grad is 0 in rows past M and columns past N, so pre - bias may have any finite value there
-    along_row = tl.sum(grad * (pre - bias[None, :]), 1)
-    part = row_part_ptr + tl.cast(row, tl.int64) * PARTS + col // COLS + tl.arange(0, ROWS) * PARTS
+    cols = col + tl.arange(0, COLS)
+    bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
+    # dz is 0 in rows past M and columns past N, so z - bias may have any finite value there
+    along_row = tl.sum(dz * (z - bias[None, :]), 1)
+    part = row_part_ptr + tl.cast(row, tl.int64) * PARTS + INDEX + tl.arange(0, ROWS) * PARTS
     tl.store(part, along_row, mask=(rows < M) & (col < N))
-    scaled = rounded(grad * rstd[:, None], DTYPE)
-    store_tile(out, scaled, row, wide, M, width, ROWS, COLS_Z, TMA)
+    scaled = rounded(dz * rstd[:, None], DTYPE)
+    store_tile(out, scaled, row, col, M, N, ROWS, COLS, TMA)
     # for out * mean, sum rounded values, because the matmul of the weight gradient reads rounded values
-    along_column = tl.sum(grad, 0)
+    along_column = tl.sum(dz, 0)
     shifted = tl.sum(scaled.to(tl.float32) * mean[:, None], 0)
-    parts = column_part_ptr + tl.cast(row // ROWS, tl.int64) * (2 * width) + cols
-    tl.store(parts, along_column, mask=cols < width)
-    tl.store(parts + width, shifted, mask=cols < width)
+    parts = column_part_ptr + tl.cast(row // ROWS, tl.int64) * (2 * N) + cols
+    tl.store(parts, along_column, mask=cols < N)
+    tl.store(parts + N, shifted, mask=cols < N)
 
 
 @triton.jit
-def layer_norm_grad_epilogue(acc, out, h, x, residual, factors, where, SHAPE: tl.constexpr, EARLY: tl.constexpr):
-    row, col, M, N = where
-    scale, mean, coefficient = factors
-    ROWS: tl.constexpr = SHAPE[0]
-    COLS: tl.constexpr = SHAPE[1]
-    TMA: tl.constexpr = SHAPE[2]
-    value = load_tile(x, row, col, M, N, ROWS, COLS, TMA and EARLY == 0)
-    if residual is not None and TMA and EARLY > 0:  # x and residual are pointers: load both at once
-        addend = load_tile(residual, row, col, M, N, ROWS, COLS, False)
-    acc = acc * scale[:, None] - (value.to(tl.float32) - mean[:, None]) * coefficient[:, None]
-    if residual is not None:
-        if not (TMA and EARLY > 0):
-            addend = load_tile(residual, row, col, M, N, ROWS, COLS, TMA)
-        acc += addend.to(tl.float32)
-    store_tile(out, acc.to(SHAPE[3]), row, col, M, N, ROWS, COLS, TMA)
-    if h is not None:
-        store_tile(h, acc.to(h.dtype if TMA else h.dtype.element_ty), row, col, M, N, ROWS, COLS, TMA)
+def activation_grad(
+    sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
+):
+    """h = act(z), dz = acc act'(z), out = rstd dz."""
+    out, z, h, _ = tiles
+    scale_ptr, bias_ptr, statistics_ptr, row_part_ptr, column_part_ptr, hidden_ptr, along_ptr = arguments
+    row, col, M, N, _, _ = where
+    DTYPE: tl.constexpr = dtype_of(out, TMA)
+    factors = _activation_row_factors(statistics_ptr, row, M, ROWS)
+    for i in tl.static_range(len(sub_tiles)):
+        start = col + i * COLS
+        grad = sub_tiles[i]
+        if scale_ptr is not None:
+            grad *= tl.load(scale_ptr)
+        pre = _load_z(z, grad, row, start, M, N, ROWS, COLS, TMA and not settings[2])
+        value, slope = activate_with_slope(pre, settings[1], DTYPE == tl.float32)
+        if along_ptr is not None:
+            grad, value = _through_norm(grad, value, hidden_ptr, along_ptr, row, start, M, N, ROWS, DTYPE)
+        store_tile(h, value.to(DTYPE), row, start, M, N, ROWS, COLS, TMA)
+        # compute dz after h is stored: the kernel then needs 178 registers instead of 236
+        _store_gradient(
+            grad * slope, pre, out, bias_ptr, row_part_ptr, column_part_ptr, factors, row, start, M, N,
+            start // COLS, ROWS, COLS, TMA, settings[0],
+        )  # fmt: skip
+
+
+@triton.jit
+def gated_grad(sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    """h = act(g) u, dz = (acc act'(g) u, acc act(g)), out = rstd dz; columns 2j and 2j + 1 of z are g and u."""
+    out, z, h, _ = tiles
+    scale_ptr, bias_ptr, statistics_ptr, row_part_ptr, column_part_ptr, hidden_ptr, along_ptr = arguments
+    row, col, M, N, _, _ = where
+    DTYPE: tl.constexpr = dtype_of(out, TMA)
+    factors = _activation_row_factors(statistics_ptr, row, M, ROWS)
+    for i in tl.static_range(len(sub_tiles)):
+        start = col + i * COLS
+        grad = sub_tiles[i]
+        if scale_ptr is not None:
+            grad *= tl.load(scale_ptr)
+        both = tl.join(grad, grad).reshape(ROWS, 2 * COLS)
+        pre = _load_z(z, both, row, 2 * start, M, 2 * N, ROWS, 2 * COLS, TMA and not settings[2])
+        gate, up = tl.split(pre.reshape(ROWS, COLS, 2))
+        value, slope = activate_with_slope(gate, settings[1], DTYPE == tl.float32)
+        if along_ptr is not None:
+            grad, hidden = _through_norm(grad, value * up, hidden_ptr, along_ptr, row, start, M, N, ROWS, DTYPE)
+        dz = tl.join(grad * up * slope, grad * value).reshape(ROWS, 2 * COLS)
+        if along_ptr is None:
+            hidden = value * up
+        store_tile(h, hidden.to(DTYPE), row, start, M, N, ROWS, COLS, TMA)
+        _store_gradient(
+            dz, pre, out, bias_ptr, row_part_ptr, column_part_ptr, factors, row, 2 * start, M, 2 * N,
+            start // COLS, ROWS, 2 * COLS, TMA, settings[0],
+        )  # fmt: skip
+
+
+def activation_grad_epilogue(
+    out: Tensor,  # [M, N]; with a gate, out, z, bias and column_part have 2 N columns
+    z: Tensor,  # [M, N]
+    h: Tensor,  # output: [M, N]
+    bias: Tensor,  # fp32 [N]
+    statistics: Tensor | None = None,  # of x, fp32 [2, M]; None if x is normalized
+    scale: Tensor | None = None,  # fp32 vector, of which the epilogue uses the first element
+    hidden: Tensor | None = None,  # mean and rstd of h, fp32 [2, M]
+    along: Tensor | None = None,  # fp32 [M], the mean over N of h^ * (gradient of h^)
+    activation: str = "gelu",
+    gated: bool = False,
+    row_part: Tensor | None = None,  # output: fp32 [M, sub-tiles of N], partial sums of dz (z - bias)
+    column_part: Tensor | None = None,  # output: fp32 [M / block_m, 2, N], partial sums of dz and of out * mean
+) -> Epilogue:
+    """For a constant row of x, 1 replaces rstd, because a large rstd would amplify rounding errors.
+
+    If a norm of h follows (`linear/hidden_norm.py`), acc scale is the gradient of h^, the normalized h. The formulas
+    then use the gradient of h, |rstd of h| (acc scale - h^ * along), in its place. The epilogue stores h^, not h.
+    """
+
+    def early(a: Tensor, config: MatmulConfig) -> int:
+        """With gelu_tanh, the widest tiles leave no registers for early loads."""
+        return int(a.element_size() == 2 and not (activation == "gelu_tanh" and config.block_n == 256))
+
+    return Epilogue(
+        "gated_grad" if gated else "activation_grad", gated_grad if gated else activation_grad, (out, z, h),
+        (scale, bias, statistics, row_part, column_part, hidden, along),
+        (0 if row_part is None else row_part.shape[-1], activation), activation=activation,
+        instructions=54 if gated else 35, early=early, by_pointer=(1,),
+        largest=2**31 if along is None else 128 * 128,  # larger tiles would spill
+    )  # fmt: skip
+
+
+# --- dx = [residual +] acc - (x - mean) coefficient: backward of a linear layer, and of the LayerNorm before it ---
+
+
+@triton.jit
+def layer_norm_grad(
+    sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
+):
+    """coefficient = rstd^2 / N * sum(dz (z - bias)) over the columns of z, except for two cases below."""
+    out, x, residual, narrow = tiles
+    statistics_ptr, row_part_ptr = arguments
+    row, col, M, N, _, _ = where
+    EARLY: tl.constexpr = settings[2]
+    scale = load_rows(statistics_ptr if settings[1] else statistics_ptr + M, row, M, ROWS)
+    mean = tl.zeros((ROWS,), tl.float32)
+    coefficient = sum_row_parts(row_part_ptr, row, M, ROWS, settings[0]) * scale / N
+    if not settings[1]:
+        coefficient *= scale
+        scale = tl.where(scale < 0.0, -scale, 1.0)
+        mean = load_rows(statistics_ptr, row, M, ROWS)
+    for i in tl.static_range(len(sub_tiles)):
+        start = col + i * COLS
+        value = load_tile(x, row, start, M, N, ROWS, COLS, TMA and not EARLY)
+        if residual is not None and TMA and EARLY:  # x and residual are pointers: load both at once
+            addend = load_tile(residual, row, start, M, N, ROWS, COLS, False)
+        dx = sub_tiles[i] * scale[:, None] - (value.to(tl.float32) - mean[:, None]) * coefficient[:, None]
+        if residual is not None:
+            if not (TMA and EARLY):
+                addend = load_tile(residual, row, start, M, N, ROWS, COLS, TMA)
+            dx += addend.to(tl.float32)
+        store_tile(out, dx.to(dtype_of(out, TMA)), row, start, M, N, ROWS, COLS, TMA)
+        if narrow is not None:
+            store_tile(narrow, dx.to(dtype_of(narrow, TMA)), row, start, M, N, ROWS, COLS, TMA)
+
+
+def layer_norm_grad_epilogue(
+    out: Tensor,  # [M, N], half precision or fp32
+    x: Tensor,  # [M, N], in the dtype of A if x is normalized, else in the dtype of out
+    statistics: Tensor,  # fp32 [2, M]; [1, M] if x is normalized
+    row_part: Tensor,  # fp32 [M, parts], from `activation_grad`
+    residual: Tensor | None = None,  # [M, N], in the dtype of out
+    narrow: Tensor | None = None,  # output: a copy of out in another dtype, [M, N]
+) -> Epilogue:
+    """For a constant row of x, the factor of acc is |rstd|, because `activation_grad` did not multiply by rstd.
+
+    If x is normalized, out = [residual +] rstd acc - x coefficient, and coefficient has rstd, not rstd^2.
+    """
+    early = int(x.element_size() == 2 and narrow is None)
+    return Epilogue(
+        "layer_norm_grad", layer_norm_grad, (out, x, residual, narrow), (statistics, row_part),
+        (row_part.shape[-1], statistics.shape[0] == 1), instructions=11, early=lambda *_: early, by_pointer=(1, 2),
+    )  # fmt: skip

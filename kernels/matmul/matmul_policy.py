@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ..device import Gpu, generation, gpu_of, matmul_kind, reads_descriptors, starts_early
 from ..launch import ceil_div, is_interpreted
-from ..row_parts import PIECE
-from .matmul_launch import MatmulConfig, Operands, fits_tma
+from .matmul_launch import Matmul, MatmulConfig, fits_tma
 
 _MAX_SPLITS = 16  # maximum parts of the sum over M of a weight gradient
 _MAX_RESIDUAL_SPLITS = 8  # maximum parts of K of a "residual" matmul
@@ -37,22 +36,14 @@ _LATENCY = 700  # cycles from issuing the loads of a tile of A and B to the arri
 _ISSUE = 3.0  # instructions per cycle in an epilogue: 75 % of the peak of four schedulers
 _DRAIN = 600  # cycles of exposed latency per epilogue: first loads and last stores
 _OVERHEAD = 2500  # cycles from the end of a kernel to the arrival of the next kernel's first loads, in a CUDA graph
-# Outside the loop over K, a warp executes _TILE_INSTRUCTIONS per tile, and _INSTRUCTIONS per element held by a thread.
+# Outside the loop over K, a warp executes _TILE_INSTRUCTIONS per tile, and `Epilogue.instructions` per element.
 _TILE_INSTRUCTIONS = 250
-_INSTRUCTIONS = {
-    "layer_norm": 7, "rotary": 18, "qk_norm": 29, "gated": 10, "residual": 2, "activation_grad": 35, "gated_grad": 54,
-    "layer_norm_grad": 11, "partial": 4,
-}  # fmt: skip
-_ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 8, 7, 5  # added for an activation, residual, statistics, out8
+_PARTIAL = 4  # `Epilogue.instructions` of "partial"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Input of the launch policy.
-
-    `narrowest`: a tile that stores LayerNorm statistics must contain whole pieces of 64 columns (`row_parts.py`).
-    `largest`: with a norm of the hidden layer (`linear/hidden_norm.py`), tiles of more than 128 x 128 spill.
-    """
+    """Input of the launch policy."""
 
     gpu: Gpu
     kind: str  # of the operands, by `matmul_kind`: "half", "fp8" or "tf32"
@@ -60,10 +51,10 @@ class Problem:
     tma: bool  # TMA descriptors can describe the operands
     sizes: tuple[int, int, int]  # M, N, K
     itemsize: int  # of A and B
-    instructions: int  # of the epilogue, per element that a thread holds, counted in SASS of sm_90
-    narrowest: int  # minimum columns of a tile
-    largest: int  # maximum elements of a tile
-    head: int  # required columns of a sub-tile, for "qk_norm"; 0: any
+    instructions: int  # this and the following: as in `Epilogue`
+    narrowest: int
+    largest: int
+    head: int
 
     def table(self, epilogue: str = "") -> tuple[MatmulConfig, ...]:
         return config_table(self.gpu.arch, self.kind, epilogue or self.epilogue, self.tma)
@@ -95,7 +86,7 @@ class Problem:
         whole, rest = divmod(units, sm_count)  # full waves, and tiles in a partial last wave
         waves = [(count, active) for count, active in ((whole, sm_count), (1, rest)) if count and active]
         loops = sum(count * max(product, moved / min(_L2_PORT, l2_bytes / active), wait) for count, active in waves)
-        instructions = self.instructions if splits == 1 else _INSTRUCTIONS["partial"]
+        instructions = self.instructions if splits == 1 else _PARTIAL
         a_warp = _TILE_INSTRUCTIONS + instructions * area / (32 * config.num_warps)
         epilogue = a_warp * config.num_warps / _ISSUE + _DRAIN
         if config.ctas_per_sm > 1:  # all epilogues but the last ones overlap the main loops of other programs
@@ -109,47 +100,38 @@ class Problem:
         return _OVERHEAD + total
 
 
-def _problem(operands: Operands, epilogue: str, activation: str = "identity") -> Problem:
-    gpu, kind = gpu_of(operands.a.device), matmul_kind(operands.a.dtype)
+def _problem(matmul: Matmul) -> Problem:
+    gpu, kind, epilogue = gpu_of(matmul.a.device), matmul_kind(matmul.a.dtype), matmul.epilogue
     if is_interpreted():
-        gpu, kind = replace(gpu, arch="sm_90"), "fp8" if operands.a.dtype == torch.float8_e4m3fn else "half"
-    behind = operands.along is not None or (epilogue == "residual" and operands.row_part is not None)
-    instructions = _INSTRUCTIONS[epilogue]
-    if epilogue == "layer_norm" and activation != "identity":
-        instructions += _ACTIVATION
-    if epilogue == "residual":
-        extras = ((operands.residual, _ADDEND), (operands.out_part, _STATISTICS), (operands.out8, _SECOND))
-        instructions += sum(cost for tensor, cost in extras if tensor is not None)
+        gpu, kind = replace(gpu, arch="sm_90"), "fp8" if matmul.a.dtype == torch.float8_e4m3fn else "half"
     return Problem(
-        gpu, kind, epilogue, fits_tma(operands.tiled()), operands.sizes, operands.a.dtype.itemsize, instructions,
-        narrowest=0 if operands.out_part is None else 2 * PIECE if epilogue == "gated" else PIECE,
-        largest=128 * 128 if behind else 2**31,
-        head=operands.head_step.head_dim if operands.head_step and epilogue == "qk_norm" else 0,
+        gpu, kind, epilogue.name, fits_tma(matmul.tiled()), matmul.sizes, matmul.a.dtype.itemsize,
+        epilogue.instructions, epilogue.narrowest, epilogue.largest, epilogue.head,
     )  # fmt: skip
 
 
-def matmul_config(operands: Operands, epilogue: str, activation: str = "identity") -> MatmulConfig:
+def matmul_config(matmul: Matmul) -> MatmulConfig:
     """Returns the configuration for these operands on their device; in the interpreter, the largest usable tile."""
-    problem = _problem(operands, epilogue, activation)
+    problem = _problem(matmul)
     return _usable(problem)[0] if is_interpreted() else best(problem)[0]
 
 
-def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
+def residual_config(matmul: Matmul) -> tuple[MatmulConfig, int]:
     """Returns the configuration of a "residual" matmul, and the number of parts of K; `split_k.py` adds the parts.
 
     Splitting K occupies more multiprocessors: at batch 1, fc2 of ViT-B has only 48 tiles of the smallest size.
     """
-    problem = _problem(operands, "residual")
+    problem = _problem(matmul)
     return (_usable(problem)[0], 1) if is_interpreted() else best(problem, _MAX_RESIDUAL_SPLITS)
 
 
-def rows_in_whole_waves(operands: Operands) -> int:
+def rows_in_whole_waves(matmul: Matmul) -> int:
     """Returns the number of rows for the first launch of a "residual" matmul; a second launch computes the rest.
 
     The tiles of the first launch fill whole waves as far as possible, because a partial wave often takes as long as a
     whole one. The second launch may use smaller tiles or split-K. Returns all rows if one launch is faster.
     """
-    return operands.sizes[0] if is_interpreted() else best_head(_problem(operands, "residual"))
+    return matmul.sizes[0] if is_interpreted() else best_head(_problem(matmul))
 
 
 def _usable(problem: Problem) -> list[MatmulConfig]:

@@ -36,6 +36,12 @@ def tile_mask(row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
     return ((row + tl.arange(0, ROWS)) < rows)[:, None] & ((col + tl.arange(0, COLS)) < columns)[None, :]
 
 
+@triton.constexpr_function
+def dtype_of(matrix, TMA):
+    """Returns the dtype of a matrix; with TMA, `matrix` is a descriptor."""
+    return matrix.dtype if TMA else matrix.dtype.element_ty
+
+
 @triton.jit
 def load_tile(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
     """Loads a tile of a matrix [rows, columns]; elements outside are 0."""

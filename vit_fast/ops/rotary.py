@@ -23,7 +23,7 @@ from .descriptions import DTYPES, MAX_TOKENS, QkNorm, Rope, ScoreTerms, check_qk
 from .registration import is_exporting, operator
 
 if TYPE_CHECKING:
-    from ..kernels.matmul.matmul_launch import HeadStep
+    from ..kernels.matmul.forward_epilogues import HeadStep
     from ..kernels.rotary import QkvSettings
 
 _WHAT = "qk_norm_rope"
@@ -248,7 +248,7 @@ def qkv_step(
     rotate: `fold` ran with rope_head 0, so the channels of a pair are not adjacent. norm_dtype is the matmul's dtype,
     or None in training and FP8. If norm_dtype is None, the matmul does not run the norms.
     """
-    from ..kernels.matmul.matmul_launch import HeadStep
+    from ..kernels.matmul.forward_epilogues import HeadStep
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
 
     norm, _, over, layout = settings
