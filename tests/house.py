@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import tempfile
@@ -106,6 +107,27 @@ def count_options() -> int:
     return sum(parameter.param_type_name == "option" for command in commands for parameter in command.params)
 
 
+def functions() -> list[tuple[Path, ast.FunctionDef]]:
+    parsed = [(path, ast.parse(path.read_text())) for path in test_structure.MODULES.values()]
+    return [(path, node) for path, tree in parsed for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+
+def most_parameters() -> int:
+    """Returns the number of parameters of the kernel that has most."""
+    kernels = [node for path, node in functions() if node.name.endswith("_kernel") and "kernels" in path.parts]
+    return max(len(node.args.args) for node in kernels)
+
+
+def longest_flow() -> int:
+    """Returns the lines of the longest function, without its parameters and its docstring."""
+
+    def flow(node: ast.FunctionDef) -> int:
+        body = node.body[1:] if ast.get_docstring(node) is not None and node.body[1:] else node.body
+        return (node.end_lineno or 0) - body[0].lineno + 1
+
+    return max(flow(node) for _, node in functions())
+
+
 def most_arguments() -> int:
     schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("vit_fast::")]
     return max(len(schema.arguments) for schema in schemas)
@@ -134,6 +156,8 @@ def main() -> None:
         ("files in a bench run", len(bench.files), 35),
         ("pairs of folders that import each other", len(pairs), 0),
         ("options of all commands", count_options(), 100),
+        ("parameters of a kernel", most_parameters(), 25),
+        ("lines of a function without docstring", longest_flow(), 60),
         ("flat positional arguments of an operator", most_arguments(), 12),
     ]
     print(f"{'':45} {'now':>7} {'target':>7}")

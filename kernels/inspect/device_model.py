@@ -35,7 +35,7 @@ def estimate(launch: Launch, arch: str) -> dict[str, Any]:
         if "EPILOGUE" in c:
             outputs, blocks, depth = [(args["M"], args["N"])], (c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"]), args["K"]
         else:  # the weight gradients of several linear layers
-            outputs = [(args[f"P{suffix}"], args[f"Q{suffix}"]) for suffix in ("", "2", "3", "4")]
+            outputs = [part.shape[1:] for part in args["out"] if part is not None]
             blocks, depth = (c["BLOCK_P"], c["BLOCK_Q"], c["BLOCK_M"]), args["M"]
         tiles = sum(ceil_div(rows, blocks[0]) * ceil_div(columns, blocks[1]) for rows, columns in outputs)
         waves = tiles * (args["splits"] or 1) / gpu.sm_count

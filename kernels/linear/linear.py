@@ -16,15 +16,8 @@ from torch import Tensor
 from ..device import gpu_of, starts_early
 from ..launch import ceil_div
 from ..layer_norm import NormInput, layer_norm_statistics_launch, new_statistics
-from ..matmul.forward_epilogues import (
-    FoldedNorm,
-    HeadStep,
-    gated_epilogue,
-    layer_norm_epilogue,
-    partial_epilogue,
-    residual_epilogue,
-    rotary_epilogue,
-)
+from ..matmul import forward_epilogues as forward
+from ..matmul.forward_epilogues import FoldedNorm, HeadStep
 from ..matmul.gradient_epilogues import activation_grad_epilogue, layer_norm_grad_epilogue
 from ..matmul.matmul_launch import Matmul, matmul_launch
 from ..matmul.matmul_policy import matmul_config, residual_config, rows_in_whole_waves
@@ -59,12 +52,11 @@ def layer_norm_linear(
     if saves and x.part is not None:
         statistics = torch.empty(2, M, dtype=torch.float32, device=out.device)
     common = out, FoldedNorm(x.part, statistics, folded.weight_sum, x.eps), folded.shift, folded.scale
-    if gated:
-        epilogue = gated_epilogue(*common, activation, z, out_scale, out_part)
-    elif head_step is not None:
-        epilogue = rotary_epilogue(*common, head_step)
+    if head_step is not None:
+        epilogue = forward.rotary_epilogue(*common, head_step)
     else:
-        epilogue = layer_norm_epilogue(*common, activation, z, out_scale)
+        part = out_part if gated else None
+        epilogue = forward.layer_norm_epilogue(*common, activation, gated, z, out_scale, part)
     run_matmul(Matmul(x.source, folded.weight, epilogue, b_is_nk=True))
     if out_part is not None and not gated:  # without a gate, the epilogue would spill if it also computed statistics
         layer_norm_statistics_launch(out, out_part).run()
@@ -91,18 +83,18 @@ def linear_residual(
     row_part = new_statistics(M, C, h.device) if statistics else None
     out = torch.empty(M, C, dtype=dtype, device=h.device)
     whole = BranchOutput(out, residual, row_part, out8, bias, scale, out_scale)
-    matmul = Matmul(h, weight, residual_epilogue(*whole), b_is_nk=True)
+    matmul = Matmul(h, weight, forward.residual_epilogue(*whole), b_is_nk=True)
     first = rows_in_whole_waves(matmul)
     for rows in (slice(0, first), slice(first, M)) if first < M else (slice(0, M),):
         output = whole if first == M else whole.of_rows(rows)
         if first < M:
-            matmul = Matmul(h[rows], weight, residual_epilogue(*output), b_is_nk=True)
+            matmul = Matmul(h[rows], weight, forward.residual_epilogue(*output), b_is_nk=True)
         config, splits = residual_config(matmul)
         if splits == 1:
             matmul_launch(matmul, config).run()
         else:
             part = torch.empty(splits, *output.out.shape, dtype=torch.float32, device=out.device)
-            matmul_launch(replace(matmul, epilogue=partial_epilogue(part)), config, splits).run()
+            matmul_launch(replace(matmul, epilogue=forward.partial_epilogue(part)), config, splits).run()
             finish_residual_launch(part, output, dependent=starts_early(gpu_of(out.device).arch)).run()
     return out, row_part
 
@@ -155,5 +147,5 @@ def input_gradient(
 def matmul_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
     """Returns grad diag(LayerScale) W, the gradient of the input of qkv or proj. LayerScale may be absent."""
     out = torch.empty(grad.shape[0], scaled.weight.shape[1], dtype=grad.dtype, device=grad.device)
-    run_matmul(Matmul(grad, scaled.weight, residual_epilogue(out, scale=scaled.factor)))
+    run_matmul(Matmul(grad, scaled.weight, forward.residual_epilogue(out, scale=scaled.factor)))
     return out

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import gpu_of
-from ..launch import Launch
+from ..launch import Launch, decoded, unspecialized
 from ..matmul.matmul_launch import MatmulConfig, tiled
 from ..matmul.matmul_policy import matmuls_config
 from ..matmul.matmul_tiles import accumulate, store_tile, tile_position
@@ -37,8 +37,8 @@ def _store_parts(
     """
     a, b, out, P, Q = pair
     # Sizes are not specialized (see `matmul.py`); these lines tell the compiler that ALIGN divides P and Q.
-    P = P // ALIGN * ALIGN
-    Q = Q // ALIGN * ALIGN
+    P = decoded(P) // ALIGN * ALIGN
+    Q = decoded(Q) // ALIGN * ALIGN
     tiles_p = tl.cdiv(P, BLOCK_P)
     tiles_q = tl.cdiv(Q, BLOCK_Q)
     tiles = tiles_p * tiles_q
@@ -58,24 +58,21 @@ def _store_parts(
     return start + tl.cdiv(max(units - start, 0), tl.num_programs(0)) * tl.num_programs(0) - units
 
 
-@triton.jit(do_not_specialize=["P", "Q", "P2", "Q2", "P3", "Q3", "P4", "Q4", "M", "splits"])
+@triton.jit(do_not_specialize=["M", "splits"])
 def _weight_matmuls_kernel(
-    a,  # [M, P]
-    b,  # [M, Q]
-    out,  # output: fp32 [splits, P, Q]
-    P, Q,
-    a2, b2, out2, P2, Q2,  # further matmuls; if absent, None and sizes 0
-    a3, b3, out3, P3, Q3,
-    a4, b4, out4, P4, Q4,
+    a, b, a2, b2, a3, b3, a4, b4,  # [M, P] and [M, Q] of each matmul; None if absent
+    out,  # output: fp32 [splits, P, Q] of each matmul; None if absent
+    sizes,  # P and Q of each matmul, encoded (launch.py)
     M, splits,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TMA: tl.constexpr,
     ALIGN: tl.constexpr,  # divides the widths of all operands
 ):  # fmt: skip
     start = tl.program_id(0)
-    pairs = ((a, b, out, P, Q), (a2, b2, out2, P2, Q2), (a3, b3, out3, P3, Q3), (a4, b4, out4, P4, Q4))
+    pairs = ((a, b), (a2, b2), (a3, b3), (a4, b4))
     for i in tl.static_range(4):
-        if pairs[i][0] is not None:
-            start = _store_parts(pairs[i], start, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, TMA, ALIGN)
+        if out[i] is not None:
+            pair = (pairs[i][0], pairs[i][1], out[i], sizes[2 * i], sizes[2 * i + 1])
+            start = _store_parts(pair, start, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, TMA, ALIGN)
 
 
 Pair = tuple[Tensor, Tensor]
@@ -87,17 +84,14 @@ def weight_matmuls_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config: 
     `block_m`, `block_n` and `block_k` of `config` are the tile sizes along P, Q and M.
     """
     (first, _), splits = pairs[0], out[0].shape[0]
-    args: dict[str, Any] = {"M": first.shape[0], "splits": splits}
-    tiles = 0
-    absent = [(None, None)] * 4
-    for suffix, (a, b), result in zip(("", "2", "3", "4"), [*pairs, *absent], [*out, *[None] * 4]):
-        P, Q = (0, 0) if result is None else result.shape[1:]
-        tiles += config.tiles(P, Q)
-        args |= {
-            f"a{suffix}": tiled(a, config.block_k, config.block_m, config.tma),
-            f"b{suffix}": tiled(b, config.block_k, config.block_n, config.tma),
-            f"out{suffix}": result, f"P{suffix}": P, f"Q{suffix}": Q,
-        }  # fmt: skip
+    args: dict[str, Any] = {
+        "out": (*out, *[None] * (4 - len(out))), "M": first.shape[0], "splits": splits,
+        "sizes": tuple(unspecialized(size) for part in out for size in part.shape[1:]),
+    }  # fmt: skip
+    for suffix, (a, b) in zip(("", "2", "3", "4"), [*pairs, *[(None, None)] * 3]):
+        args[f"a{suffix}"] = tiled(a, config.block_k, config.block_m, config.tma)
+        args[f"b{suffix}"] = tiled(b, config.block_k, config.block_n, config.tma)
+    tiles = sum(config.tiles(*part.shape[1:]) for part in out)
     constants = {
         "BLOCK_P": config.block_m, "BLOCK_Q": config.block_n, "BLOCK_M": config.block_k,
         "TMA": config.tma, "ALIGN": math.gcd(16, *(tensor.shape[1] for pair in pairs for tensor in pair)),

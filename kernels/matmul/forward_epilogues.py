@@ -6,8 +6,6 @@ A LayerNorm may be folded into B (`linear/folding.py`). With the statistics mean
 
 weight_sum [N] contains the sums over K of B (s in `folding.py`; None for RMSNorm). `scale`, fp32 [N] or None, contains
 the row scales of an e4m3 weight. Without `row_part`, A is normalized already: mean is 0 and rstd is 1.
-
-`FoldedNorm` and `OutputStatistics` are parts that several epilogues share.
 """
 
 from __future__ import annotations
@@ -69,17 +67,15 @@ def _normed(acc, weight_sum_ptr, scale_ptr, factors, cols, N):
 
 
 @triton.jit
-def _pre_activation(acc, norm, scale_ptr, bias_ptr, factors, cols, N):
-    """Returns z of columns `cols`."""
+def _pre_activation(
+    acc, norm, scale_ptr, bias_ptr, factors, z, row, col, M, N,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Returns a sub-tile of z. If the matrix `z` is not None, stores z, and returns the stored, rounded values."""
+    cols = col + tl.arange(0, COLS)
     value = _normed(acc, norm[2], scale_ptr, factors, cols, N)
     value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)[None, :]
-    return value
-
-
-@triton.jit
-def _stored_pre_activation(value, z, row, col, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    """Stores z if it is not None. Returns the stored, rounded values, which the backward uses too."""
-    if z is not None:
+    if z is not None:  # the backward applies the activation to the rounded values, too
         stored = rounded(value, dtype_of(z, TMA))
         store_tile(z, stored, row, col, M, N, ROWS, COLS, TMA)
         value = stored.to(tl.float32)
@@ -122,6 +118,11 @@ def _parts(statistics: Tensor | None) -> int:
     return 0 if statistics is None else statistics.shape[-1]
 
 
+def _output_settings(out_part: Tensor | None, out: Tensor) -> tuple[int, bool]:
+    """Returns PARTS and WHOLE of `_merge_statistics`."""
+    return _parts(out_part), out_part is not None and out.shape[-1] % PIECE == 0
+
+
 # --- out = act(z): a linear layer after a LayerNorm ---
 
 
@@ -129,31 +130,15 @@ def _parts(statistics: Tensor | None) -> int:
 def layer_norm(sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
     """Stores act(z), and z if given. If out is e4m3, act(z) is multiplied by out_scale."""
     out, z, _, _ = tiles
-    row_part_ptr, statistics_ptr, weight_sum_ptr, eps, scale_ptr, bias_ptr, out_scale_ptr = arguments
+    row_part_ptr, statistics_ptr, weight_sum_ptr, eps, scale_ptr, bias_ptr, out_scale_ptr, _ = arguments
     row, col, M, N, _, _ = where
     norm = (row_part_ptr, statistics_ptr, weight_sum_ptr, eps)
     factors = _row_factors(norm, where, ROWS, settings[0])
     for i in tl.static_range(len(sub_tiles)):
         start = col + i * COLS
-        value = _pre_activation(sub_tiles[i], norm, scale_ptr, bias_ptr, factors, start + tl.arange(0, COLS), N)
-        value = _stored_pre_activation(value, z, row, start, M, N, ROWS, COLS, TMA)
+        value = _pre_activation(sub_tiles[i], norm, scale_ptr, bias_ptr, factors, z, row, start, M, N, ROWS, COLS, TMA)
         value = divided(activate(value, settings[1], dtype_of(out, TMA) == tl.float32), out_scale_ptr)
         store_tile(out, value.to(dtype_of(out, TMA)), row, start, M, N, ROWS, COLS, TMA)
-
-
-def layer_norm_epilogue(
-    out: Tensor,  # [M, N]
-    norm: FoldedNorm,
-    bias: Tensor,  # fp32 [N]
-    scale: Tensor | None = None,  # fp32 [N]
-    activation: str = "identity",
-    z: Tensor | None = None,  # output: z before the activation, [M, N]
-    out_scale: Tensor | None = None,  # fp32 [1], the reciprocal scale of an e4m3 `out` (ptx.py)
-) -> Epilogue:
-    return Epilogue(
-        "layer_norm", layer_norm, (out, z), (*norm, scale, bias, out_scale), (_parts(norm.row_part), activation),
-        activation=activation, instructions=7 if activation == "identity" else 17,
-    )  # fmt: skip
 
 
 # --- out = act(g) u: a gated layer; columns 2j and 2j + 1 of z are g and u (`linear/folding.py`) ---
@@ -170,8 +155,7 @@ def gated(sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS
     merged = None
     for i in tl.static_range(len(sub_tiles)):
         start = col + i * COLS
-        value = _pre_activation(sub_tiles[i], norm, scale_ptr, bias_ptr, factors, start + tl.arange(0, COLS), N)
-        value = _stored_pre_activation(value, z, row, start, M, N, ROWS, COLS, TMA)
+        value = _pre_activation(sub_tiles[i], norm, scale_ptr, bias_ptr, factors, z, row, start, M, N, ROWS, COLS, TMA)
         gate, up = tl.split(value.reshape(ROWS, COLS // 2, 2))
         value = divided(activate(gate, settings[1], dtype_of(out, TMA) == tl.float32) * up, out_scale_ptr)
         stored = value.to(dtype_of(out, TMA))
@@ -182,20 +166,23 @@ def gated(sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS
             )
 
 
-def gated_epilogue(
-    out: Tensor,  # [M, N / 2]
+def layer_norm_epilogue(
+    out: Tensor,  # [M, N]; with a gate, [M, N / 2]
     norm: FoldedNorm,
-    bias: Tensor,  # the rest as in `layer_norm_epilogue`
-    scale: Tensor | None = None,
+    bias: Tensor,  # fp32 [N]
+    scale: Tensor | None = None,  # fp32 [N]
     activation: str = "identity",
-    z: Tensor | None = None,
-    out_scale: Tensor | None = None,
-    out_part: Tensor | None = None,  # output: partial LayerNorm statistics of out, fp32 [M, 2, parts] (row_parts.py)
+    has_gate: bool = False,
+    z: Tensor | None = None,  # output: z before the activation, [M, N]
+    out_scale: Tensor | None = None,  # fp32 [1], the reciprocal scale of an e4m3 `out` (ptx.py)
+    out_part: Tensor | None = None,  # output, only with a gate: partial statistics of out, fp32 [M, 2, parts]
 ) -> Epilogue:
     return Epilogue(
-        "gated", gated, (out, z), (*norm, scale, bias, out_scale, out_part),
-        (_parts(norm.row_part), activation, _parts(out_part), out.shape[-1] % PIECE == 0),
-        activation=activation, instructions=10, narrowest=0 if out_part is None else 2 * PIECE,
+        "gated" if has_gate else "layer_norm", gated if has_gate else layer_norm, (out, z),
+        (*norm, scale, bias, out_scale, out_part),
+        (_parts(norm.row_part), activation, *_output_settings(out_part, out)),
+        activation=activation, instructions=10 if has_gate else 7 if activation == "identity" else 17,
+        narrowest=0 if out_part is None else 2 * PIECE,
     )  # fmt: skip
 
 
@@ -252,7 +239,9 @@ def rotary(sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COL
     factors = _row_factors(norm, where, ROWS, settings[0])
     for i in tl.static_range(len(sub_tiles)):
         start = col + i * COLS
-        value = _pre_activation(sub_tiles[i], norm, scale_ptr, bias_ptr, factors, start + tl.arange(0, COLS), N)
+        value = _pre_activation(
+            sub_tiles[i], norm, scale_ptr, bias_ptr, factors, None, row, start, M, N, ROWS, COLS, TMA
+        )
         if NORM != "none":
             if start < 2 * (N // 3):
                 value = _normed_columns(
@@ -361,7 +350,7 @@ def residual_epilogue(
     extras = 8 * (residual is not None) + 7 * (out_part is not None) + 5 * (out8 is not None)
     return Epilogue(
         "residual", add_residual, (out, branch, residual, out8), (*norm, scale, bias, out_part, out_scale),
-        (_parts(norm.row_part), _parts(out_part), out.shape[-1] % PIECE == 0), instructions=2 + extras,
+        (_parts(norm.row_part), *_output_settings(out_part, out)), instructions=2 + extras,
         early=early, by_pointer=(2,), narrowest=0 if out_part is None else PIECE,
         largest=128 * 128 if norm.row_part is not None else 2**31,
     )  # fmt: skip
