@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.fusion.fuse import fuse, set_backend
 from vit_fast.libraries.interface.weight_names import take_weights
-from vit_fast.libraries.known import PEERS
+from vit_fast.libraries.known import PEERS, find
 from vit_fast.libraries.transformers import hf_model
 from vit_fast.measure.candidate import COMPILE_MODES, PRECISIONS, RUNTIMES, Candidate
 from vit_fast.model import VisionTransformer
@@ -236,7 +236,7 @@ def _exported(candidate: Candidate, group: Group, quantizer: Quantizer | None) -
         model = OnnxFile(source, image_hw=group.model.image_hw)
     elif group.model.make is not None:
         model = group.model.make()
-        model = model.model if isinstance(model, OutputOf) else model
+        model = model.model if isinstance(model, OutputOf) and find(model.model) is not None else model
     else:  # with the weights rounded to the group's dtype
         model = build(CANDIDATES["sdpa"], dataclasses.replace(group, device=torch.device("cpu"))).float()
     write_onnx(candidate, model, path, _images(group), ())

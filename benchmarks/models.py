@@ -5,7 +5,7 @@ model.safetensors, a folder, a Hub id        weights with their configuration, s
 timm:NAME                                    timm.create_model(NAME), random weights
 hf:FOLDER or hf:ID                           a transformers model by its config, with weights if the folder has any
 model.onnx                                   an ONNX file
-module:function                              function() returns an nn.Module that takes images
+module:function                              function() returns an nn.Module that takes images, or with an example
 block:NAME                                   the first block of a variant or a weights file
 attention:197x12x64, mlp:197x768x3072        single operators, see operators.py
 """
@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import math
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.apps.data import make_transform, random_crop, read_image
+from vit_fast.apps.data import channels_of, make_transform, random_crop, read_image
 from vit_fast.config import DataConfig, Size, ViTConfig
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.files import FUNCTION, find_function
 from vit_fast.measure.candidate import describe_error
 from vit_fast.model import VisionTransformer
 from vit_fast.variants import get_variant, list_models
@@ -47,7 +46,6 @@ DTYPES = {
 CPU = torch.device("cpu")
 MAX_VIEWS = 64  # different images; more would cost time to prepare
 CPU_CACHE_BYTES = 64 * 2**20  # larger than the last-level cache of most processors
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +165,7 @@ def resolve(given: str) -> Callable[[Size | None], list[Model]]:
         return lambda size: [_given(given, _timm, size)]
     if head == "hf" and rest:
         return lambda size: [_given(given, _transformers, size)]
-    if _FUNCTION.fullmatch(given):
+    if FUNCTION.fullmatch(given):
         return lambda size: [_given(given, _function, size)]
     is_onnx = given.endswith(".onnx")
     if is_onnx or "/" in given or "." in given or Path(given).is_dir():  # names of variants have no such characters
@@ -212,6 +210,9 @@ def _onnx(path: Path, img_size: Size | None) -> Model:
     from vit_fast.export.runtime.metadata import narrow_precision
 
     runner = OnnxRunner(path, "cpu", image_hw=img_size)
+    if runner.info.metadata.get("inputs"):
+        names = ", ".join(entry["name"] for entry in runner.info.inputs)
+        raise ValueError(f"{path.name}: the file must take images only, got {names}")
     if runner.image_hw is None:
         raise ValueError(f"{path.name}: the image size is dynamic; add --img-size N")
     data = runner.data_config if isinstance(runner.data_config, DataConfig) else DataConfig()
@@ -229,14 +230,20 @@ def _given(given: str, find: Callable[[str, Size | None], Found], size: Size | N
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # the model is built on the CPU
             model = make()
+        if isinstance(model, tuple):  # and an example of its inputs, for export
+            model = model[0]
         if not isinstance(model, nn.Module):
             raise TypeError(f"the function must return an nn.Module, got {type(model).__name__}")
-        return model.eval().float()
+        return (OutputOf(model) if wrapped else model).eval().float()
 
+    wrapped = False
     try:
         make, image_hw, data = find(given, size)
         model, counted = build(), []
-        in_chans = next((part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)), 3)
+        in_chans = channels_of(model)
+        with torch.no_grad():
+            wrapped = not isinstance(model(torch.zeros(1, in_chans, *image_hw)), Tensor)
+        model = OutputOf(model) if wrapped else model
         for batch in (1, 2):
             with torch.no_grad(), Counter() as counter:  # type: ignore[no-untyped-call]  # torch's own __init__
                 model(torch.zeros(batch, in_chans, *image_hw))
@@ -270,7 +277,7 @@ def _transformers(given: str, size: Size | None) -> Found:
     def make() -> nn.Module:
         for auto in (AutoModelForImageClassification, AutoModel):
             try:
-                return OutputOf(auto.from_pretrained(name, config=config) if weights else auto.from_config(config))
+                return auto.from_pretrained(name, config=config) if weights else auto.from_config(config)
             except ValueError:  # no such head
                 continue
         raise ValueError(f"transformers has no model for {type(config).__name__}")
@@ -279,25 +286,25 @@ def _transformers(given: str, size: Size | None) -> Found:
 
 
 def _function(given: str, size: Size | None) -> Found:
-    module, _, function = given.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # as in `python script.py`
-    return getattr(importlib.import_module(module), function), size or (224, 224), DataConfig()
+    function: Any = find_function(given)
+    return function, size or (224, 224), DataConfig()
 
 
 class OutputOf(nn.Module):
-    """A transformers model that takes images only, and returns its logits or pooled features only."""
+    """Returns only the logits, the pooled features or the first tensor of what a model returns for images."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        found = self.model(pixel_values=images)
+        found = self.model(images)
         for name in ("logits", "pooler_output"):
             if (output := getattr(found, name, None)) is not None:
                 return output
-        return found.last_hidden_state[:, 0]
+        if (tokens := getattr(found, "last_hidden_state", None)) is not None:
+            return tokens[:, 0]
+        return next(each for each in pytree.tree_leaves(found) if isinstance(each, Tensor))
 
 
 def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:

@@ -175,8 +175,16 @@ def trtexec_line(info: OnnxInfo) -> str:
     """Returns the command that builds FILE.plan beside FILE.onnx."""
     path = Path(info.path)
     words = ["trtexec", f"--onnx={path}", f"--saveEngine={path.with_suffix('.plan')}", "--stronglyTyped"]
-    for name, shape in _shape_profile(info).items():
-        words.append(f"--{name}Shapes={info.inputs[0]['name']}:{'x'.join(map(str, shape))}")
+    one = info.metadata.get("inputs") is None
+    profile = _shape_profile(info) if one else {}
+    shapes = {name: [(info.inputs[0], shape)] for name, shape in profile.items()}
+    if not one and any(isinstance(dim, str) for entry in info.inputs for dim in entry["shape"]):
+        for name, batch, _ in PROFILE:  # only the batch is dynamic
+            fixed = [[batch if isinstance(dim, str) else dim for dim in entry["shape"]] for entry in info.inputs]
+            shapes[name] = list(zip(info.inputs, map(tuple, fixed)))
+    for name, each in shapes.items():
+        listed = [f"{entry['name']}:{'x'.join(map(str, shape))}" for entry, shape in each]
+        words.append(f"--{name}Shapes={','.join(listed)}")
     return shlex.join(words)
 
 

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 from PIL import Image
 from torch import nn
 
-from vit_fast.apps.data import CALIBRATION_IMAGES, as_inputs, find_images, left_over, read_images
+from vit_fast.apps.data import CALIBRATION_IMAGES, find_images, left_over, read_images
 from vit_fast.blocks.fp8_scales import runs_in_fp8
 from vit_fast.config import DataConfig
-from vit_fast.errors import UnsupportedInputError, check_type
+from vit_fast.errors import UnsupportedInputError, check_type, raise_unsupported
 from vit_fast.files import file_aside
-from vit_fast.libraries.interface.image_model import ImageModel, Output
+from vit_fast.libraries.interface.image_model import ImageModel, Output, Outputs
 from vit_fast.libraries.known import recognize
 from vit_fast.version import __version__, installed
 
 from . import graphs
+from .any_model import describe
 from .deployment import trtexec_line
+from .graphs import Batch, shape_of
 from .half import check_parameters, keep_in_range
 from .options import ATTENTION_OPSET, ExportOptions, Precision, Target, default_opset
 from .preprocessing import prepend, preprocessing_model
 from .quantize import quantize
 from .report import ExportReport
-from .runtime.metadata import PREFIX, inspect_onnx
+from .runtime.metadata import CLASSES, PREFIX, inspect_onnx
 from .runtime.runner import reasons_against
-from .verification import IMAGES, check_labeled, measure_accuracy, verify_file
+from .tensorrt import tensorrt_reasons
+from .verification import IMAGES, PIXELS_LARGE, check_labeled, fed_by, inputs_of, measure_accuracy, verify_file
 
 PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "timm", "transformers", "torchvision")
 HELD_OUT_IMAGES = 64
@@ -40,18 +43,21 @@ MIN_HELD_OUT = 32  # fewest held-out images that show how often quantization cha
 def export_onnx(
     model: nn.Module, path: str | Path, *, opset: int | None = None, dynamic_batch: bool = True,
     dynamic_size: bool = False, precision: Precision = "fp32", preprocess: bool = False, target: Target = "generic",
-    output: Output = "logits", external_data: bool | None = None, calibration: Iterable[str | Path] | None = None,
-    images: Iterable[str | Path] | None = None, validation: str | Path | None = None,
-    data_config: DataConfig | Mapping[str, Any] | None = None, class_names: Sequence[str] | None = None,
+    output: Output | Sequence[Output] | None = None, layers: Sequence[int] = (), normed: bool = False,
+    spatial: bool = False, example: Any = None, external_data: bool | None = None,
+    calibration: Iterable[str | Path] | None = None, images: Iterable[str | Path] | None = None,
+    validation: str | Path | None = None, data_config: DataConfig | Mapping[str, Any] | None = None,
+    class_names: Sequence[str] | None = None,
     source: str | None = None, verify: bool = True, ir_version: int | None = None,
 ) -> ExportReport:  # fmt: skip
-    """Exports a Vision Transformer to an ONNX file, and verifies that its outputs match the model.
+    """Exports a vision model to an ONNX file, and verifies that its outputs match the model.
 
     Args:
-        model: A Vision Transformer of vit_fast, timm, transformers or torchvision, which is not modified.
+        model: A Vision Transformer of vit_fast, timm, transformers or torchvision, or any model with `example`. It is
+            not modified.
         path: The .onnx file to write.
         opset: ONNX operator set, 18 or newer; None means 20, or 22 for bf16.
-        dynamic_batch: True accepts any batch size, False only 1.
+        dynamic_batch: True accepts any batch size, False only 1, or that of `example`.
         dynamic_size: Accept any height and width divisible by the patch size; positions are interpolated in the graph.
         precision: "fp32", "fp16", "bf16", "int8" (calibrated), "int8-dynamic" (ranges are computed at run time), or
             "fp8" (e4m3, calibrated). If 8 bits change the outputs too much, some layers stay in float. Layers that can
@@ -60,7 +66,16 @@ def export_onnx(
             normalizes the images.
         target: "generic": standard operators only. "ort-cpu", "ort-cuda": ONNX Runtime's fused operators. "tensorrt":
             operators that TensorRT supports.
-        output: "logits", "probabilities" (softmax) or "features" (pooled, before the head).
+        output: One or several of "logits", "probabilities" (softmax), "features" (pooled, before the head), "tokens"
+            (of patches [B, N, C], after the last norm) and "intermediate" (tokens after the blocks `layers`). Class
+            and register tokens [B, P, C] are separate outputs, "prefix_tokens" and "intermediate_I_prefix". None means
+            logits, or features or tokens of a model without head.
+        layers: Indices of encoder blocks; negative indices count from the last.
+        normed: Apply the model's last norm to intermediate tokens.
+        spatial: Output tokens of patches as [B, C, rows, columns].
+        example: Inputs of any model: a tensor, a tuple, or a dict. The file then has the inputs of the example, and
+            all tensors that the model returns as outputs, named after keys and fields. Floating-point inputs and
+            outputs are fp32. Not supported with `output`.
         external_data: Store weights beside the file, in PATH.data; None means only if they exceed 2 GB.
         calibration: Image files and folders to measure activations on. Required for "int8" and "fp8", optional for
             "int8-dynamic".
@@ -92,12 +107,17 @@ def export_onnx(
         opset = default_opset(precision, ir_version)
     options = ExportOptions(
         opset=opset, ir_version=ir_version, dynamic_batch=dynamic_batch, dynamic_size=dynamic_size,
-        precision=precision, preprocess=preprocess, target=target, output=output, external_data=external_data,
+        precision=precision, preprocess=preprocess, target=target, external_data=external_data,
+        outputs=Outputs(names=_names(output), layers=tuple(layers), normed=normed, spatial=spatial),
     )  # fmt: skip
     if runs_in_fp8(model):
         reason = "the model must not be in FP8 already: pass the original model, and export with precision='fp8'"
         raise UnsupportedInputError("export of a model in FP8", [reason])
-    vit = recognize(model)
+    try:
+        vit = recognize(model) if example is None else describe(model, example, options)
+    except UnsupportedInputError as error:
+        advice = ["to export any model, pass example (--img-size)"] if example is None else []
+        raise UnsupportedInputError(error.what, [*error.reasons, *advice]) from None
     _complete(vit, options, data_config, class_names)
     measured, verified, whole = _images(options, calibration, images, verify)
     if verify and precision == "bf16" and (reasons := reasons_against("cuda")):
@@ -108,19 +128,21 @@ def export_onnx(
         check_parameters(vit)
     labeled = None if validation is None else check_labeled(Path(validation), vit, options)
 
-    output = output if vit.num_classes else "features"
-    report = ExportReport(str(path), vit.name, vit.library, options.opset, target, precision, output)
+    report = ExportReport(str(path), vit.name, vit.library, options.opset, target, precision)
     with file_aside(path) as aside:
         graph = graphs.capture(vit, options)
+        report.outputs = {str(y.name): shape_of(y) for y in graph.graph.outputs}
         if options.dtype == "fp16":
             report.in_fp32 = keep_in_range(graph, vit, _batches(verified[:IMAGES], vit, options))
-        report.fusions = graphs.optimize(graph, vit, options)
+        report.fusions = graphs.optimize(graph, options)
         if options.is_eight_bit:
             batches, held_out = (_batches(images, vit, options) for images in (measured, verified))
             graph, report.eight_bit = quantize(graph, options, batches, held_out)
         if options.preprocess and vit.data_config is not None:
-            batch = None if options.dynamic_batch else 1
+            batch = None if options.dynamic_batch else vit.batch
             prepend(graph, preprocessing_model(vit.data_config, vit.image_hw, vit.in_chans, options.opset, batch))
+        if target == "tensorrt":
+            raise_unsupported("a file for TensorRT", tensorrt_reasons(graph))
         graphs.forget_inner_shapes(graph)
         graph.producer_name, graph.producer_version = "vit-fast", __version__
         graph.graph.name = vit.name.replace("/", "_")
@@ -128,6 +150,7 @@ def export_onnx(
         graph.ir_version = report.ir_version = options.ir_version or graph.ir_version
         report.external_data = graphs.save(graph, aside, options.external_data)
         del graph
+        _write_metadata(aside, vit, options, source, report)  # OnnxRunner reads it
         if verify:
             report.checks, report.reference, report.device = verify_file(aside, vit, options, verified)
             report.budget = options.budget
@@ -153,13 +176,17 @@ def _complete(
         vit.set_data_config(data_config)
     if names is not None:
         check_type("class_names", names, list, tuple)
-        if len(names) != vit.num_classes:
+        if vit.is_known and len(names) != vit.num_classes:
             raise ValueError(f"class_names must have {vit.num_classes} names, one per class, got {len(names)}")
         vit.class_names = tuple(map(str, names))
     if options.preprocess and vit.data_config is None:
         raise ValueError(f"data_config must be given for preprocess=True: {vit.no_data_config}")
-    if options.output == "probabilities" and not vit.num_classes:
-        raise UnsupportedInputError("export of probabilities", [f"{vit.name} has no classification head"])
+    if not vit.is_known:
+        return
+    if {"logits", "probabilities"} & set(options.outputs.names) and not vit.num_classes:
+        raise UnsupportedInputError("export of logits or probabilities", [f"{vit.name} has no classification head"])
+    if beyond := [layer for layer in options.outputs.layers if not -vit.depth <= layer < vit.depth]:
+        raise ValueError(f"layers must be between {-vit.depth} and {vit.depth - 1}, got {beyond[0]}")
 
 
 def _images(
@@ -182,11 +209,15 @@ def _images(
     return measured, read_images(given, count, seed=1), min(count, len(given or [None]))
 
 
-def _batches(images: list[Image.Image], vit: ImageModel, options: ExportOptions) -> list[np.ndarray]:
-    if not images:
-        return []
-    inputs = as_inputs(images, vit.data_config, vit.image_hw, vit.in_chans)
-    return [one.numpy() for one in inputs.split(4 if options.dynamic_batch else 1)]
+def _names(output: Output | Sequence[Output] | None) -> tuple[Output, ...]:
+    names: Any = (output,) if isinstance(output, str) else tuple(output or ())
+    return names
+
+
+def _batches(images: list[Image.Image], vit: ImageModel, options: ExportOptions) -> list[Batch]:
+    size = (1 if math.prod(vit.image_hw) > PIXELS_LARGE else 4) if options.dynamic_batch else vit.batch
+    inputs = inputs_of(images, vit, vit.image_hw).split(size) if images else ()
+    return [fed_by(vit, vit.feed(one)) for one in inputs if options.dynamic_batch or len(one) == size]
 
 
 def _write_metadata(
@@ -194,13 +225,17 @@ def _write_metadata(
 ) -> None:
     """Replaces the metadata of a file: prefixed keys, values in JSON. Does not read external weights."""
     normalized = "[batch, channels, height, width] fp32, normalized by data_config"
+    kinds = [name for name in CLASSES if name in report.outputs]
+    kinds += options.outputs.names or (list(report.outputs) if vit.is_known else [])
     facts: dict[str, Any] = {"format": 1, "model": vit.name, "source": source} | report.measured()
     facts |= {name: getattr(vit, name) for name in ("library", "config", "class_names", "image_hw", "patch_hw")}
     facts |= {name: getattr(options, name) for name in ("dynamic_size", "preprocess", "precision", "target")}
     facts |= {
         "data_config": vit.data_config.to_dict() if vit.data_config else None,
         "input": "[batch, height, width, channels] uint8 pixels" if options.preprocess else normalized,
-        "output": report.output,
+        "output": next(iter(kinds), None),
+        "outputs": report.outputs,
+        "inputs": None if vit.in_chans and len(vit.inputs) == 1 else list(vit.inputs),
         "versions": {"vit-fast": __version__} | {name: version for name in PACKAGES if (version := installed(name))},
     }
     proto = onnx.load_model(path, load_external_data=False)

@@ -14,16 +14,20 @@ import contextlib
 import dataclasses
 import io
 import logging
+import re
 import tempfile
+import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
+import onnxscript
 import torch
 import torch.nn.functional as F
 from onnxscript.rewriter import rewrite
@@ -33,12 +37,13 @@ from onnxscript.rewriter.rules.common import no_op_transpose_rule, transpose_tra
 from torch import Tensor, nn
 from torch.onnx.ops import symbolic
 
+import vit_fast
 from vit_fast.blocks.block import run_mlp, runs_whole
 from vit_fast.blocks.fused import FusedNormMlp
 from vit_fast.blocks.parts import BlockParts, tensors_of
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.fusion.fuse import sharing_copy
-from vit_fast.libraries.interface.image_model import ImageModel, Output
+from vit_fast.libraries.interface.image_model import ImageModel
 from vit_fast.ops import qk_norm_rope, reference
 from vit_fast.ops.attention import attention_among, softmax_scale
 from vit_fast.ops.descriptions import Keys, Rope
@@ -48,7 +53,9 @@ from .report import Fusion
 from .runtime.runner import open_session
 
 BATCH = "batch"
+Batch = np.ndarray | dict[str, np.ndarray]
 PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20  # bytes of weights in one file: protobuf's 2 GiB, minus room for the graph
+OWN = tuple({str(Path(__file__).parent), str(Path(__file__).resolve().parent), str(Path(vit_fast.__file__).parent)})
 SCOPES = "pkg.torch.onnx.name_scopes"  # metadata of nodes: names of the modules around them, until `optimize`
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -86,8 +93,7 @@ class ExportedBlock(nn.Module):
             mixed = _on_tokens(q, k, v, attention.num_heads, scale, options)
         else:
             by_head = heads.permute(2, 0, 3, 1, 4)
-            mixed = F.scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], scale=scale)
-            mixed = mixed.transpose(1, 2).flatten(2)
+            mixed = _on_heads(by_head[0], by_head[1], by_head[2], scale, options).transpose(1, 2).flatten(2)
         x = _add_linear(x, mixed, *attention.with_scale(attention.proj))
         if mlp.fc1.chunk is None:
             return run_mlp(mlp, x, "sdpa")
@@ -122,6 +128,19 @@ def _on_tokens(q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float, option
     return symbolic(name, (q, k, v), {"scale": scale, **attributes}, dtype=q.dtype, shape=q.shape, version=version)
 
 
+def _on_heads(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, options: ExportOptions, mask: Tensor | None = None
+) -> Tensor:
+    """Attention of heads [B, H, N, D], as one operator of ONNX if possible."""
+    if mask is None and options.attention:  # torch would add three outputs, which TensorRT does not support
+        return symbolic("Attention", (q, k, v), {"scale": scale}, dtype=q.dtype, shape=q.shape, version=ATTENTION_OPSET)
+    # scale q before the matmul: in fp16, unscaled scores can exceed 65504
+    scores = (q * scale) @ k.transpose(-1, -2)
+    if mask is not None:  # no runtime fuses attention with a mask
+        scores = torch.where(mask, scores, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1) @ v
+
+
 def decompositions(options: ExportOptions) -> dict[Any, Callable[..., Any]]:
     """Returns decompositions of attention outside of ExportedBlock, and of GELU, into operators of the target."""
 
@@ -136,16 +155,7 @@ def decompositions(options: ExportOptions) -> dict[Any, Callable[..., Any]]:
             heads = q.shape[1]
             q, k, v = (each.transpose(1, 2).flatten(2) for each in (q, k, v))
             return _on_tokens(q, k, v, heads, scale, options).unflatten(2, (heads, -1)).transpose(1, 2)
-        if attn_mask is None and options.attention:  # torch would add three outputs, which TensorRT does not support
-            return symbolic(
-                "Attention", (q, k, v), {"scale": scale}, dtype=q.dtype, shape=q.shape, version=ATTENTION_OPSET
-            )
-        # scale q before the matmul: in fp16, unscaled scores can exceed 65504
-        scores = (q * scale) @ k.transpose(-1, -2)
-        if attn_mask is not None:  # no runtime fuses attention with a mask
-            masked = attn_mask.dtype == torch.bool
-            scores = torch.where(attn_mask, scores, float("-inf")) if masked else scores + attn_mask
-        return scores.softmax(-1) @ v
+        return _on_heads(q, k, v, scale, options, attn_mask)
 
     def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
         if approximate != "none":
@@ -165,12 +175,20 @@ class _Exported(nn.Module):
         super().__init__()
         self.model = vit.model
         self._vit, self._options = vit, options
+        self.outputs = SimpleNamespace(names=[])  # torch.export would restore an attribute that is a list
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         options = self._options
-        output: Output = "features" if options.output == "features" else "logits"
-        result = self._vit.forward(images.to(DTYPES[options.dtype]), output, options.dynamic_size).float()
-        return result.softmax(-1) if options.output == "probabilities" else result
+        logits = tuple("logits" if name == "probabilities" else name for name in options.outputs.names)
+        wanted = dataclasses.replace(options.outputs, names=logits)
+        cast = [x.to(DTYPES[options.dtype]) if x.is_floating_point() else x for x in inputs]
+        found = self._vit.compute(cast, wanted, options.dynamic_size)
+        results = {name: y.float() if y.is_floating_point() else y for name, y in found.items()}
+        if logits != options.outputs.names:  # softmax in fp32
+            results = {("probabilities" if name == "logits" else name): y for name, y in results.items()}
+            results["probabilities"] = results["probabilities"].softmax(-1)
+        self.outputs.names = list(results)
+        return tuple(results.values())
 
 
 def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
@@ -196,34 +214,79 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
                 node.attributes.add(ir.AttrInt64("exclude_outside", 1))
             if node.attributes.get_string("coordinate_transformation_mode") == "pytorch_half_pixel":
                 node.attributes.add(ir.AttrString("coordinate_transformation_mode", "half_pixel"))
-    names = (BATCH, "channels", *(f"{patch}*{name}" for patch, name in zip(vit.patch_hw, ("rows", "columns"))))
-    for value in (model.graph.inputs[0], model.graph.outputs[0]):  # torch's names of dynamic dimensions are like s34
-        value.shape = ir.Shape([dim if isinstance(dim, int) else name for dim, name in zip(value.shape or (), names)])
+    # torch's names of dynamic dimensions are like s34
+    first, (batch, *_) = model.graph.inputs[0], shape_of(model.graph.inputs[0])
+    sides = {2: f"{vit.patch_hw[0]}*rows", 3: f"{vit.patch_hw[1]}*columns"} if options.dynamic_size else {}
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        inner = sides if value is first else {}
+        dims = [BATCH if dim == batch else dim for dim in shape_of(value)] if options.dynamic_batch else shape_of(value)
+        names = [dim if isinstance(dim, int) or dim == BATCH else f"{value.name}_{i}" for i, dim in enumerate(dims)]
+        value.shape = ir.Shape([inner.get(i, name) for i, name in enumerate(names)])
     return model
 
 
-def _to_onnx(module: nn.Module, vit: ImageModel, options: ExportOptions) -> ir.Model:
+def _to_onnx(module: _Exported, vit: ImageModel, options: ExportOptions) -> ir.Model:
     (height, width), (patch_h, patch_w) = vit.image_hw, vit.patch_hw
     dimensions: dict[int, Any] = {0: torch.export.Dim(BATCH)} if options.dynamic_batch else {}
     if options.dynamic_size:  # torch would specialize a square, or the model's own size
         height, width = height + patch_h, width + 2 * patch_w
         dimensions |= {2: patch_h * torch.export.Dim("rows"), 3: patch_w * torch.export.Dim("columns")}
-    example = torch.randn(2 if options.dynamic_batch else 1, vit.in_chans, height, width)
+    example = vit.inputs
+    if options.dynamic_size:
+        example = {name: torch.randn(*x.shape[:2], height, width) for name, x in example.items()}
+    if vit.is_known and not options.dynamic_batch:
+        example = {name: x[:1] for name, x in example.items()}
+    inputs, exported = tuple(example.values()), None
+    shapes = tuple(dimensions if batched else {} for batched in vit.batched())
     try:
-        exported = torch.export.export(module, (example,), dynamic_shapes=(dimensions,), strict=False)
-        exported = exported.run_decompositions(decompositions(options))
+        exported = torch.export.export(module, inputs, dynamic_shapes=(shapes,), strict=False)
+        table = decompositions(options)
+        if calls_any(exported, table):  # otherwise torch.onnx.export would only repeat the work
+            exported = exported.run_decompositions(table)
         program: Any = torch.onnx.export(
-            exported, dynamo=True, opset_version=options.opset, input_names=["images"], output_names=[options.output],
-            verbose=False,
+            exported, dynamo=True, opset_version=options.opset, input_names=list(example),
+            output_names=module.outputs.names, verbose=False,
         )  # fmt: skip
+    except UnsupportedInputError:
+        raise
     except Exception as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        reason = f"torch cannot export the model: {type(cause).__name__}: {str(cause).strip()[:300]}".splitlines()[0]
-        raise UnsupportedInputError(f"export of {vit.name}", [reason]) from error
+        raise UnsupportedInputError(f"export of {vit.name}", reasons_of(error, exported)) from error
     model: ir.Model = program.model
     return model
+
+
+def reasons_of(error: Exception, exported: torch.export.ExportedProgram | None) -> list[str]:
+    """Returns why torch cannot export a model, the line of the model's code, and what to change."""
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    text = "\n".join(map(str, chain))
+    frames = [frame for each in chain for frame in traceback.extract_tb(each.__traceback__)]
+    if exported is not None:  # an operator without a translation
+        frames = []
+        for graph in (part.graph for part in exported.graph_module.modules() if isinstance(part, torch.fx.GraphModule)):
+            for node in graph.nodes:
+                if node.op == "call_function" and str(node.target).removesuffix(".default") in text:
+                    lines = re.findall(r'File "(.+)", line (\d+), in (.+)\n', node.meta.get("stack_trace") or "")
+                    frames += [traceback.FrameSummary(file, int(number), name) for file, number, name in lines]
+    others = tuple(str(Path(package.__file__ or "").parent) for package in (torch, onnxscript)) + OWN
+    frames = [frame for frame in frames if not frame.filename.startswith((*others, "<")) and frame.line]
+    message = str(chain[-1]).strip().splitlines() or [""]
+    reasons = [f"torch cannot export the model: {type(chain[-1]).__name__}: {message[0][:300]}"]
+    if frames:
+        reasons.append(f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}")
+    if "data-dependent" in text or "data dependent" in text:
+        reasons.append("do not branch on values of tensors: use torch.where, or torch.cond")
+    elif "specialized" in text or "Constraints violated" in text:
+        reasons.append("the model fixes the batch: compute sizes from x.shape, or pass dynamic_batch=False")
+    elif exported is not None:
+        reasons.append("ONNX has no such operator: compute it from others")
+    return reasons
+
+
+def calls_any(exported: torch.export.ExportedProgram, operators: Container[Any]) -> bool:
+    graphs = [part.graph for part in exported.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    return any(node.target in operators for graph in graphs for node in graph.nodes)
 
 
 @contextlib.contextmanager
@@ -239,7 +302,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def optimize(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[Fusion]:
+def optimize(model: ir.Model, options: ExportOptions) -> list[Fusion]:
     """Removes inverse transposes and fuses operators for the target, in place; returns the fusions."""
     # remove pairs of inverse transposes, which libraries use around attention
     rewrite(model, [transpose_transpose_rule, no_op_transpose_rule])
@@ -251,14 +314,25 @@ def optimize(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
         fuse_skip_layer_normalization(model)
     common_passes.RemoveUnusedNodesPass()(model)
     common_passes.ClearMetadataAndDocStringPass()(model)
-    skip_note = "only an addition directly before a LayerNorm is fused"
-    wanted = [
-        (options.attention, vit.attentions, "only scaled_dot_product_attention without a mask is fused"),
-        ("BiasGelu" if options.targets_ort else None, vit.depth, "only exact GELU after a bias is fused"),
-        ("SkipLayerNormalization" if options.target == "ort-cuda" else None, 2 * vit.depth, skip_note),
-    ]
     counts = count_nodes(model)
-    return [Fusion(name, counts[name], n, note if counts[name] < n else "") for name, n, note in wanted if name]
+    producers = [
+        (node, node.inputs[0].producer()) for node in model.graph if node.inputs and node.inputs[0] is not None
+    ]
+    skips = [
+        node for node, first in producers if node.op_type == "LayerNormalization" and first and first.op_type == "Add"
+    ]
+    softmax = [node for node in model.graph if node.op_type == "Softmax" and not node.outputs[0].is_graph_output()]
+    unfused = [
+        (options.attention, len(softmax), "only scaled_dot_product_attention without a mask is fused"),
+        ("BiasGelu" if options.targets_ort else None, counts["Gelu"], "only exact GELU after a bias is fused"),
+        ("SkipLayerNormalization" if options.target == "ort-cuda" else None, len(skips), "an addition is not fused"),
+    ]
+    found = [(name, counts[name], counts[name] + n, note if n else "") for name, n, note in unfused if name]
+    return [Fusion(*each) for each in found if each[2]]
+
+
+def shape_of(value: ir.Value) -> list[int | str]:
+    return [dim if isinstance(dim, int) else str(dim) for dim in value.shape or ()]
 
 
 def count_nodes(model: ir.Model) -> Counter[str]:
@@ -303,9 +377,9 @@ def save(model: ir.Model, path: Path, external: bool | None = None) -> str | Non
 
 
 def run_graph(
-    model: ir.Model, batches: Iterable[np.ndarray], values: Sequence[ir.Value] | None = None
+    model: ir.Model, batches: Iterable[Batch], values: Sequence[ir.Value] | None = None
 ) -> Iterator[list[np.ndarray]]:
-    """Runs a graph with one input in ONNX Runtime on the CPU, and yields its outputs, or `values`."""
+    """Runs a graph in ONNX Runtime on the CPU, and yields its outputs, or `values`; a batch may be a dict of inputs."""
     outputs = list(model.graph.outputs)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.onnx"
@@ -318,4 +392,4 @@ def run_graph(
         session = open_session(path, fp8=True)
     name = session.get_inputs()[0].name
     for batch in batches:
-        yield session.run(None, {name: batch})
+        yield session.run(None, batch if isinstance(batch, dict) else {name: batch})

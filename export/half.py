@@ -23,7 +23,7 @@ import onnx_ir as ir
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.libraries.interface.image_model import ImageModel
 
-from .graphs import SCOPES, add_constant, append, constant_of, run_graph
+from .graphs import SCOPES, Batch, add_constant, append, constant_of, run_graph
 
 FP16_MAX = float(np.finfo(np.float16).max)  # 65504
 SUMS = FP16_MAX / 2  # other images than the measured ones may have larger values
@@ -32,7 +32,7 @@ SCORES = 1024.0  # fp16 rounds larger scores by more than 0.25, and changes thei
 HALF, FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT
 
 
-def keep_in_range(model: ir.Model, vit: ImageModel, batches: Sequence[np.ndarray]) -> tuple[str, ...]:
+def keep_in_range(model: ir.Model, vit: ImageModel, batches: Sequence[Batch]) -> tuple[str, ...]:
     """Makes nodes that can overflow compute in fp32, in place; returns the layers and their largest values."""
     peaks = overflowing(model, batches) if batches else {}
     widen(model.graph, peaks)
@@ -60,7 +60,7 @@ def check_parameters(vit: ImageModel) -> None:
         raise UnsupportedInputError("fp16", [*reasons, "export with precision bf16 or fp32"])
 
 
-def overflowing(model: ir.Model, batches: Sequence[np.ndarray]) -> dict[ir.Node, float]:
+def overflowing(model: ir.Model, batches: Sequence[Batch]) -> dict[ir.Node, float]:
     """Returns the nodes that can overflow in fp16, with the largest magnitudes of their values or sums."""
     copy = ir.serde.deserialize_model(ir.serde.serialize_model(model))
     twins = list(zip(model.graph, copy.graph))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import onnx
 
 from vit_fast.errors import UnsupportedInputError, check_choice, check_integer, check_type
-from vit_fast.libraries.interface.image_model import Output
+from vit_fast.libraries.interface.image_model import Output, Outputs
 
 from .report import EIGHT_BIT_BUDGET
 
@@ -35,12 +35,16 @@ class ExportOptions:
     precision: Precision = "fp32"
     preprocess: bool = False
     target: Target = "generic"
-    output: Output = "logits"
+    outputs: Outputs = field(default_factory=Outputs)
     external_data: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (("target", Target), ("precision", Precision), ("output", Output)):
+        for name, choices in (("target", Target), ("precision", Precision)):
             check_choice(name, getattr(self, name), get_args(choices))
+        for output in self.outputs.names:
+            check_choice("output", output, get_args(Output))
+        if bool(self.outputs.layers) != ("intermediate" in self.outputs.names):
+            raise ValueError("layers (--layers) must be given for output 'intermediate', and only for it")
         for name in ("dynamic_batch", "dynamic_size", "preprocess"):
             check_type(name, getattr(self, name), bool)
         check_type("external_data", self.external_data, bool, type(None))

@@ -12,8 +12,9 @@ channels are 100 to 1000 times larger than most. Without smoothing, most channel
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ from vit_fast.apps.data import CALIBRATION_IMAGES, as_inputs, read_images
 from vit_fast.errors import UnsupportedInputError, VitFastError
 from vit_fast.quantization.schemes import Observation, Observer, Range, Scheme, fewest_excluded, first_near_best
 
-from .graphs import constant_of, run_graph, save
+from .graphs import Batch, constant_of, run_graph, save
 from .options import ExportOptions, Target
-from .report import FLIPS, RMS, Check, Quantized, loss_of
-from .runtime.metadata import inspect_onnx, read_signature
+from .report import FLIPS, RMS, Check, Quantized, joined, losses_of, worst
+from .runtime.metadata import PREFIX, inspect_onnx, read_signature
 
 ERROR_BATCHES = 4  # held-out batches used to sort the MatMuls by error
 MARGIN = 0.9  # share of the error budget that quantization may use; the final verification allows all of it
@@ -51,7 +52,7 @@ class QuantisationError(VitFastError, RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class MatMul:
-    """A MatMul of tokens [B, N, C] with a constant weight [C, F], or of two activations inside attention."""
+    """A MatMul of tokens [B, ..., C] with a constant weight [C, F], or of two activations inside attention."""
 
     node: ir.Node
     name: str
@@ -78,7 +79,7 @@ def matmuls_of(model: ir.Model, scheme: Scheme) -> list[MatMul]:
     for node in model.graph:
         if node.op_type == "MatMul" and not node.domain:
             x, weight = node.inputs[0], constant_of(node.inputs[1])
-            if x is not None and weight is not None and weight.ndim == 2 and (x.shape is None or len(x.shape) == 3):
+            if x is not None and weight is not None and weight.ndim == 2 and (x.shape is None or len(x.shape) > 2):
                 # Named after its bias, because the exporter renames transposed weights. The last bias that follows is
                 # the layer's, because SkipLayerNormalization reads the bias of the norm first.
                 read = [value for use in node.outputs[0].uses() for value in use.node.inputs if value is not None]
@@ -97,7 +98,7 @@ def matmuls_of(model: ir.Model, scheme: Scheme) -> list[MatMul]:
 
 
 def quantize(
-    model: ir.Model, options: ExportOptions, calibration: Sequence[np.ndarray], held_out: Sequence[np.ndarray]
+    model: ir.Model, options: ExportOptions, calibration: Sequence[Batch], held_out: Sequence[Batch]
 ) -> tuple[ir.Model, Quantized]:
     """Quantizes a float graph, which is smoothed in place.
 
@@ -110,7 +111,7 @@ def quantize(
     for matmul in matmuls:
         for value in matmul.activations:
             readers[value].append(matmul)
-    expected = _outputs(model, held_out)
+    expected = joined(_outputs(model, held_out))
     seen = smooth(model, readers, observe(model, readers, calibration), scheme)
     ranges = choose_ranges(readers, seen, scheme) if options.needs_calibration else {}
 
@@ -118,27 +119,33 @@ def quantize(
     def written(excluded: tuple[MatMul, ...]) -> ir.Model:
         return write_nodes(model, [matmul for matmul in matmuls if matmul not in excluded], scheme, ranges)
 
-    def loss(excluded: tuple[MatMul, ...]) -> Check:
-        return loss_of(_outputs(written(excluded), held_out), expected, options.output)
+    def losses(excluded: tuple[MatMul, ...]) -> list[Check]:
+        return losses_of(joined(_outputs(written(excluded), held_out)), expected)
+
+    def fits(excluded: Collection[MatMul]) -> bool:
+        return all(loss.acceptable(MARGIN) for loss in losses(tuple(excluded)))
 
     excluded: tuple[MatMul, ...] = ()
-    if held_out and not loss(()).acceptable(MARGIN):
+    if held_out and not fits(()):
         attention = sum(matmul.weight is None for matmul in matmuls)
         most = attention + (len(matmuls) - attention) // 2
         order = _by_error(matmuls, observe(model, readers, held_out[:ERROR_BATCHES]), ranges, scheme)
-        found = fewest_excluded(order, lambda some: loss(tuple(some)).acceptable(MARGIN), most)
+        found = fewest_excluded(order, fits, most)
         if found is None:
             raise QuantisationError(
                 f"{options.precision} changes outputs too much, even with {most} of {len(matmuls)} MatMuls in float: "
                 f"the rms error must be at most {MARGIN * RMS:g}, and confident predictions may change on at most "
-                f"{MARGIN * FLIPS:.1%} of the images, got {loss(tuple(order[:most])).line()}"
+                f"{MARGIN * FLIPS:.1%} of the images, got {worst(losses(tuple(order[:most])))}"
             )
         excluded = found
     return written(excluded), Quantized(len(matmuls) - len(excluded), tuple(matmul.name for matmul in excluded))
 
 
 def quantize_file(source: Path, path: Path, target: Target, files: Sequence[Path]) -> Quantized:
-    """Quantizes the linear layers over tokens of any exporter's float file to int8; calibrates on image files."""
+    """Quantizes the linear layers over tokens of any exporter's float file to int8; calibrates on image files.
+
+    Keeps the metadata, except for what describes the float file.
+    """
     info = inspect_onnx(source)
     signature = read_signature(info)
     if signature.dtype != np.float32 or signature.image_hw is None:
@@ -154,12 +161,17 @@ def quantize_file(source: Path, path: Path, target: Target, files: Sequence[Path
     images = read_images(files, size * -(-CALIBRATION_IMAGES // size))  # whole batches
     inputs = as_inputs(images, info.data_config, signature.image_hw, signature.in_chans)
     graph = ir.external_data.load_to_model(ir.load(source))
+    facts = dict(graph.metadata_props)
     made, done = quantize(graph, options, [one.numpy() for one in inputs.split(size)], ())
+    if any(key.startswith(PREFIX) for key in facts):  # the checks were those of the float file
+        changed = {"precision": "int8", "target": target, "verification": "not verified", "eight_bit": asdict(done)}
+        facts |= {PREFIX + key: json.dumps(value) for key, value in (changed | {"accuracy": None}).items()}
+    made.metadata_props.update(facts)
     save(made, path)
     return done
 
 
-def observe(model: ir.Model, readers: Readers, batches: Sequence[np.ndarray]) -> dict[str, Observation]:
+def observe(model: ir.Model, readers: Readers, batches: Sequence[Batch]) -> dict[str, Observation]:
     """Runs the graph on images and observes the activations of the MatMuls, by name; {} without images."""
     if not batches:
         return {}
@@ -223,8 +235,9 @@ def smooth(
     return smoothed
 
 
-def _outputs(model: ir.Model, batches: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate([arrays[0] for arrays in run_graph(model, batches)]) if batches else np.empty(0)
+def _outputs(model: ir.Model, batches: Sequence[Batch]) -> list[dict[str, np.ndarray]]:
+    names = [str(value.name) for value in model.graph.outputs]
+    return [dict(zip(names, arrays)) for arrays in run_graph(model, batches)] if batches else []
 
 
 def _by_error(

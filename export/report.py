@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vit_fast.libraries.interface.image_model import Output
-
-from .runtime.metadata import two_columns
+from .runtime.metadata import CLASSES, two_columns
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,8 +57,9 @@ class Quantized:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Comparison of a file's output with the model's, for images of one size."""
+    """Comparison of one output of a file with the model's, for images of one size."""
 
+    output: str = "logits"
     images: int
     max_error: float  # largest |file - model|, divided by the largest |model| if that is above 1
     rms_error: float  # root mean square of the difference, in standard deviations of the model's output
@@ -76,7 +76,9 @@ class Check:
 
     def title(self) -> str:
         emulated = ", without VNNI" if self.saturating else ""
-        return f"{self.images} images of {'x'.join(map(str, self.image_hw))}, batch {self.batch}{emulated}"
+        return (
+            f"{self.output}, {self.images} images of {'x'.join(map(str, self.image_hw))}, batch {self.batch}{emulated}"
+        )
 
     def line(self) -> str:
         same = "" if self.top1_agreement is None else f"top-1 agreement {self.top1_agreement:.1%}, "
@@ -111,7 +113,7 @@ class ExportReport:
     opset: int
     target: str
     precision: str  # of weights and matmuls; input and output are always fp32 (or uint8 pixels)
-    output: str  # "logits", "probabilities" or "features"
+    outputs: dict[str, list[int | str]] = field(default_factory=dict)  # shape of each output; names of dynamic axes
     ir_version: int = 0  # of the file format
     bytes: int = 0  # size of the file and of the weights beside it
     external_data: str | None = None  # name of the file with the weights; None if they are inside
@@ -126,6 +128,11 @@ class ExportReport:
     accuracy: Accuracy | None = None  # None without labeled images
     trtexec: str | None = None  # the command that builds a TensorRT engine from the file; None for other targets
     warnings: list[str] = field(default_factory=list)  # limitations of this file
+
+    @property
+    def output(self) -> str:
+        """Names of the outputs."""
+        return ", ".join(self.outputs)
 
     @property
     def verified(self) -> bool:
@@ -149,7 +156,7 @@ class ExportReport:
         return {name: facts[name] for name in ("verification", "in_fp32", "eight_bit", "accuracy")}
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"verified": self.verified, "max_error": self.max_error}
+        return asdict(self) | {"verified": self.verified, "max_error": self.max_error, "output": self.output}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
@@ -160,7 +167,7 @@ class ExportReport:
         rows = [
             ("opset, target, precision", f"{self.opset}, {self.target}, {self.precision}"),
             ("IR version", str(self.ir_version)),
-            ("output", self.output),
+            *((f"output {name}", str(shape)) for name, shape in self.outputs.items()),
             ("size", f"{self.bytes / 1e6:.1f} MB{beside}"),
             (f"{sum(self.nodes.values())} nodes", self.nodes),
             ("in fp32, because fp16 may overflow", "; ".join(self.in_fp32)),
@@ -182,8 +189,28 @@ class ExportReport:
         return text.getvalue()
 
 
-def loss_of(got: np.ndarray, expected: np.ndarray, output: Output) -> Check:
-    """Compares outputs [B, classes], outputs per token [B, N, classes], or features [B, C].
+def joined(batches: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Concatenates the outputs of several batches; flattens all but logits and probabilities."""
+    outputs: dict[str, list[np.ndarray]] = {}
+    for batch in batches:
+        for name, array in batch.items():
+            outputs.setdefault(name, []).append(array if name in CLASSES else array.ravel())
+    return {name: np.concatenate(arrays) for name, arrays in outputs.items()}
+
+
+def worst(checks: Sequence[Check]) -> str:
+    """Describes the check with the largest error; NaN counts as infinite."""
+    check = max(checks, key=lambda check: check.max_error if np.isfinite(check.max_error) else np.inf)
+    return f"{check.title()}: {check.line()}"
+
+
+def losses_of(got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> list[Check]:
+    """Compares the outputs of all images, by name."""
+    return [loss_of(got[name], expected[name], name) for name in expected]
+
+
+def loss_of(got: np.ndarray, expected: np.ndarray, output: str) -> Check:
+    """Compares logits or probabilities [B, ..., classes], or other values [B, ...].
 
     Compares probabilities by their logarithms log max(p, 1e-30). With many classes, all probabilities are small, so
     that even unrelated probabilities would look equal.
@@ -191,7 +218,7 @@ def loss_of(got: np.ndarray, expected: np.ndarray, output: Output) -> Check:
     agreement, flips = None, 0
     if output == "probabilities":
         got, expected = (np.log(np.maximum(p.astype(np.float64), LEAST_PROBABILITY)) for p in (got, expected))
-    if output != "features":
+    if output in CLASSES:
         classes = [each.argmax(-1)[..., None] for each in (expected, got)]
         agreement = float((classes[0] == classes[1]).mean())
         exponents = np.exp(expected - expected.max(-1, keepdims=True))
@@ -200,6 +227,7 @@ def loss_of(got: np.ndarray, expected: np.ndarray, output: Output) -> Check:
         flips = int((of_expected - of_got >= SURE).sum())
     difference = got.astype(np.float64) - expected
     return Check(
+        output=output,
         images=len(got),
         max_error=float(np.abs(difference).max() / max(1.0, np.abs(expected).max())),
         rms_error=float(np.sqrt((difference**2).mean()) / max(expected.std(), 1e-12)),

@@ -7,6 +7,7 @@ max_error = max |file - eager| / max(1, max |eager|)          fp32, fp16, bf16; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,18 +24,19 @@ from vit_fast.apps.classifiers import labeled_images
 from vit_fast.apps.data import as_inputs, as_pixels, per_channel, read_image
 from vit_fast.config import Size
 from vit_fast.errors import UnsupportedInputError, VitFastError
-from vit_fast.libraries.interface.image_model import ImageModel
+from vit_fast.libraries.interface.image_model import ImageModel, Outputs
 
-from .graphs import run_graph
+from .graphs import Batch, run_graph
 from .options import BUDGETS, ExportOptions
 from .preprocessing import preprocessing_model
-from .report import POINTS, Accuracy, Check, loss_of
+from .report import POINTS, Accuracy, Check, joined, losses_of, worst
 from .runtime.metadata import ModelFileError
-from .runtime.runner import OnnxRunner
+from .runtime.runner import OnnxRunner, outputs_of
 from .saturation import saturate
 
 FP64_PARAMETERS = 200_000_000  # larger models are compared with eager in fp32: an fp64 copy needs too much memory
-IMAGES, IMAGES_LARGE, LABELED_BATCH = 8, 3, 16
+IMAGES, IMAGES_LARGE, LABELED_BATCH = 8, 4, 16
+PIXELS_LARGE = 512**2  # larger images are verified with fewer images, and one by one in eager
 PIXEL_TOLERANCE = 1.5  # largest difference between the graph's preprocessing and Pillow's, in gray levels
 
 
@@ -55,15 +57,14 @@ def verify_file(
         raise VerificationError(f"the file is invalid: {error}") from error
     in_fp32 = options.is_eight_bit or sum(p.numel() for p in vit.model.parameters()) > FP64_PARAMETERS
     device = runner.device.upper()
-    runs: list[Callable[[list[np.ndarray]], Iterable[Any]]] = [lambda fed: map(runner, fed)]
+    runs: list[Callable[[list[np.ndarray]], Iterable[Any]]] = [lambda fed: map(outputs_of, map(runner, fed))]
     if options.uint8_by_int8:
         device += ", with and without VNNI"
         graph = ir.load(path)
         if saturate(graph):
-            runs.append(lambda fed: (arrays[0] for arrays in run_graph(graph, fed)))
-    dtype = torch.float32 if in_fp32 else torch.float64
-    reference = vit if in_fp32 else vit.copy_in(dtype)
-    if in_fp32 and not options.is_eight_bit:
+            runs.append(lambda fed: run_graph(graph, fed))
+    reference = vit if in_fp32 else vit.copy_in(torch.float64)
+    if not options.is_eight_bit and (in_fp32 or math.prod(vit.image_hw) > PIXELS_LARGE):
         images = images[:IMAGES_LARGE]
     (height, width), (patch_h, patch_w) = vit.image_hw, vit.patch_hw
     sizes = [(height, width)]
@@ -72,37 +73,63 @@ def verify_file(
     checks: list[Check] = []
     for size in sizes:
         fed, inputs = _batches(vit, options, images[:IMAGES] if checks else images, size)
-        with reference.exporting("eager", options.dynamic_size), torch.inference_mode():
-            outputs = [reference.forward(x.to(dtype), options.output, options.dynamic_size) for x in inputs.split(4)]
-        expected = torch.cat(outputs).double().numpy()
+        try:
+            exact = [_reference(reference, each, options) for each in inputs]
+        except RuntimeError:  # a model may mix dtypes in fp64
+            if reference is vit or vit.is_known:
+                raise
+            in_fp32, reference = True, vit
+            exact = [_reference(reference, each, options) for each in inputs]
+        names, expected = list(exact[0]), joined(exact)
         shown: Any = fed[0].shape[1:3] if options.preprocess else size
         for run in runs:
-            loss = loss_of(np.concatenate(list(run(fed))), expected, options.output)
-            passed = loss.acceptable() if options.is_eight_bit else bool(loss.max_error <= BUDGETS[options.precision])
+            outputs = [dict(zip(names, arrays)) for arrays in run(fed)]
+            if different := [
+                f"{name} {list(want.shape)}, got {list(got[name].shape)}"
+                for got, wanted in zip(outputs, exact) for name, want in wanted.items() if got[name].shape != want.shape
+            ]:  # fmt: skip
+                raise VerificationError(f"outputs must have the shapes of eager: {'; '.join(different)}")
+            sizes_of = [len(inputs[0]) for inputs in inputs]
             more: dict[str, Any] = {
-                "batch": max(map(len, fed)),
+                "images": sum(sizes_of),
+                "batch": max(sizes_of),
                 "image_hw": tuple(shown),
                 "saturating": run is not runs[0],
             }
-            checks.append(replace(loss, passed=passed, **more))
+            for loss in losses_of(joined(outputs), expected):
+                check = replace(loss, **more)
+                passed = check.acceptable() if options.is_eight_bit else check.max_error <= BUDGETS[options.precision]
+                checks.append(replace(check, passed=bool(passed)))
     if failed := [check for check in checks if not check.passed]:
-        worst = max(failed, key=lambda check: check.max_error if np.isfinite(check.max_error) else np.inf)
-        raise VerificationError(
-            f"the {options.precision} file differs from eager on {worst.title()}: {worst.line()}; "
-            f"allowed: {options.budget}"
-        )
+        difference = f"differs from eager on {worst(failed)}; allowed: {options.budget}"
+        raise VerificationError(f"the {options.precision} file {difference}")
     return checks, f"eager {'fp32' if in_fp32 else 'fp64'}", device
+
+
+def _reference(vit: ImageModel, inputs: tuple[Tensor, ...], options: ExportOptions) -> dict[str, np.ndarray]:
+    """Runs the eager model in the dtype of its parameters; large images one by one, which needs less memory."""
+    dtype = next((p.dtype for p in vit.model.parameters() if p.is_floating_point()), torch.float64)
+    inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+    split = vit.is_known and math.prod(vit.image_hw) > PIXELS_LARGE
+    parts = list(zip(*(x.split(1) for x in inputs))) if split else [inputs]
+    with vit.exporting("eager", options.dynamic_size), torch.inference_mode():
+        outputs = [vit.compute(part, options.outputs, options.dynamic_size) for part in parts]
+    return {name: torch.cat([part[name] for part in outputs]).double().numpy() for name in outputs[0]}
 
 
 def _batches(
     vit: ImageModel, options: ExportOptions, images: list[Image.Image], size: Size
-) -> tuple[list[np.ndarray], Tensor]:
-    """Returns batches of inputs of the file (pixels if it preprocesses), and all inputs of the eager model."""
+) -> tuple[list[Any], list[tuple[Tensor, ...]]]:
+    """Returns batches of inputs of the file (pixels if it preprocesses), and of the eager model."""
     if not options.preprocess or vit.data_config is None:
-        inputs = as_inputs(images, vit.data_config, size, vit.in_chans)
-        cuts = [1, 3, *range(8, len(images), 8)] if options.dynamic_batch else range(1, len(images))
-        return [batch for batch in np.split(inputs.numpy(), cuts) if len(batch)], inputs
-    pixels = [as_pixels(image, 1, vit.in_chans) for image in images]
+        planes = inputs_of(images, vit, size)
+        if not options.dynamic_batch:  # whole batches
+            planes = planes[torch.arange(-(-len(planes) // vit.batch) * vit.batch) % len(planes)]
+        steps = range(vit.batch, len(planes), vit.batch)
+        cuts = [1, 4, *range(8, len(planes), 8)] if options.dynamic_batch else list(steps)
+        inputs = [vit.feed(batch) for batch in planes.tensor_split(cuts) if len(batch)]
+        return [fed_by(vit, batch) for batch in inputs], inputs
+    pixels = [as_pixels(image, vit.batch, vit.in_chans) for image in images]
     if options.dynamic_batch:
         pixels.append(as_pixels(images[0], 3, vit.in_chans))
     graph = preprocessing_model(vit.data_config, size, vit.in_chans, options.opset)
@@ -114,13 +141,27 @@ def _batches(
         raise VerificationError(
             f"preprocessing in the graph must match Pillow within {PIXEL_TOLERANCE} gray levels, got {levels.max():.1f}"
         )
-    return pixels, torch.from_numpy(got)
+    return pixels, [vit.feed(batch) for batch in torch.from_numpy(got).split([len(batch) for batch in pixels])]
+
+
+def inputs_of(images: Sequence[Image.Image], vit: ImageModel, size: Size) -> Tensor:
+    """Returns images as [B, in_chans, height, width]; [B] if the model takes no images."""
+    return as_inputs(images, vit.data_config, size, vit.in_chans) if vit.in_chans else torch.empty(len(images))
+
+
+def fed_by(vit: ImageModel, inputs: Sequence[Tensor]) -> Batch:
+    """Returns a batch for the file of a model."""
+    arrays = dict(zip(vit.inputs, (x.numpy() for x in inputs)))
+    return next(iter(arrays.values())) if vit.in_chans and len(arrays) == 1 else arrays
 
 
 def check_labeled(folder: Path, vit: ImageModel, options: ExportOptions) -> list[tuple[Path, int]]:
     """Returns the labeled images of a folder; rejects features, and models without data_config."""
-    if options.output == "features" or not vit.num_classes:
-        raise UnsupportedInputError("validation", ["the file must output classes, got features"])
+    names = options.outputs.names
+    if not vit.num_classes or (names and not {"logits", "probabilities"} & set(names)):
+        raise UnsupportedInputError(
+            "validation", [f"the file must output classes, got {', '.join(names) or 'features'}"]
+        )
     if vit.data_config is None:
         raise UnsupportedInputError("validation", [f"{vit.no_data_config}: pass data_config to export_onnx"])
     return labeled_images(folder, vit.num_classes, vit.class_names)
@@ -131,7 +172,7 @@ def measure_accuracy(
 ) -> Accuracy:
     """Measures the accuracy of the file and its model on the CPU; raises VerificationError for a large loss."""
     image_hw = None if options.preprocess else vit.image_hw
-    runner = OnnxRunner(path, "cpu", data_config=vit.data_config, image_hw=image_hw, output=options.output)
+    runner = OnnxRunner(path, "cpu", data_config=vit.data_config, image_hw=image_hw)
 
     correct = np.zeros(2)
     with vit.exporting("eager", False), torch.inference_mode():
@@ -139,7 +180,8 @@ def measure_accuracy(
             files, labels = zip(*labeled[start : start + LABELED_BATCH])
             images = list(map(read_image, files))
             inputs = as_inputs(images, vit.data_config, vit.image_hw, vit.in_chans)
-            outputs = vit.forward(inputs, "logits").float().numpy(), runner.probabilities(images)
+            logits = vit.compute((inputs,), Outputs(names=("logits",)), False)["logits"]
+            outputs = logits.float().numpy(), runner.probabilities(images)
             correct += [(output.argmax(-1) == labels).sum() for output in outputs]
     accuracy = Accuracy(len(labeled), *(correct / len(labeled)).tolist())
     if not accuracy.acceptable:

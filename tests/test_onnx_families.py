@@ -14,7 +14,7 @@ import torch
 from onnx_models import FAMILIES, make
 
 import vit_fast
-from vit_fast.export import OnnxRunner, export_onnx
+from vit_fast.export import OnnxRunner, export_onnx, graphs
 from vit_fast.export.options import newest_opset
 from vit_fast.export.runtime.metadata import narrow_precision
 from vit_fast.libraries.known import recognize
@@ -89,3 +89,19 @@ def test_every_missing_fusion_is_a_visible_line(tmp_path: Path) -> None:
     (attention,) = [f for f in report.fusions if f.name == "MultiHeadAttention"]
     assert (attention.fused, attention.wanted) == (2, 3)
     assert any("MultiHeadAttention: 2 of 3" in warning for warning in report.warnings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"target": "tensorrt", "precision": "fp16"}, {"target": "ort-cpu"}, {"opset": 23}])
+@pytest.mark.parametrize("family", ["timm-siglip", "transformers-dinov2"])
+def test_skipped_decompositions_change_nothing(
+    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph without operators to decompose is exported as it is."""
+    contents, outputs, found = [], [], graphs.calls_any
+    for always in (False, True):
+        monkeypatch.setattr(graphs, "calls_any", lambda *given, always=always: always or found(*given))
+        export_onnx(make(family), path := tmp_path / f"{always}.onnx", verify=False, **options)
+        contents.append([(node.op_type, list(node.attribute)) for node in onnx.load(path).graph.node])
+        outputs.append(OnnxRunner(path, "cpu")(np.ones((2, 3, 32, 32), np.float32)))
+    assert contents[0] == contents[1] and (outputs[0] == outputs[1]).all()

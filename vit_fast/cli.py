@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import io
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -47,7 +48,9 @@ ClassNames = Annotated[
 ]
 DataConfigFile = Annotated[
     Path | None,
-    option("Preprocessing of an ONNX file without metadata: JSON with mean, std, crop_pct, interpolation, img_size."),
+    option(
+        "Preprocessing, if the model or file contains none: JSON with mean, std, crop_pct, interpolation, img_size."
+    ),
 ]
 Device = Annotated[str, option("cpu, cuda, cuda:N, or auto (cuda if available).")]
 ImageSize = Annotated[str | None, option("Image size in pixels (default: the model's).", metavar="N|HxW")]
@@ -120,6 +123,17 @@ def integers(name: str, value: str | None, separator: str = ",") -> list[int] | 
         return None if parts is None else [int(part) for part in parts]
     except ValueError:
         raise ValueError(f"{name} must be integers separated by {separator!r}, got {value}") from None
+
+
+def read_data_config(path: Path) -> dict[str, Any]:
+    """Reads the fields of --data-config."""
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"--data-config must be a JSON file, got {path}: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"--data-config must contain a JSON object, got {path} with a {type(given).__name__}")
+    return given
 
 
 def model_name(name: str) -> str:

@@ -1,15 +1,20 @@
-"""Writes files and folders atomically: writes into a hidden folder beside the target, then moves the result there."""
+"""Writes files and folders atomically, in a hidden folder beside the target; imports functions by name."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:function
 _PREFIX = ".vit-fast-partial-"  # does not contain the file name, which may have the maximum length
 
 
@@ -21,6 +26,17 @@ def cache_folder() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vit_fast" / "answers"
     except RuntimeError as error:
         raise OSError(f"{error} Set VIT_FAST_CACHE to a folder for cached results") from None
+
+
+def find_function(given: str) -> Callable[..., Any] | None:
+    """Imports module:function, also from the current folder; returns None for text of another form."""
+    if not FUNCTION.fullmatch(given):
+        return None
+    module, _, function = given.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # as in `python script.py`
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 @contextlib.contextmanager

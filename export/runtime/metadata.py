@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PREFIX = "vit_fast."
+CLASSES = ("logits", "probabilities")  # outputs whose last axis is classes
 # Names of narrow dtypes of weights.
 NARROW = {"FLOAT16": "fp16", "BFLOAT16": "bf16", "INT8": "int8", "UINT8": "int8", "FLOAT8E4M3FN": "fp8"}
 DTYPES = {"float": np.float32, "float16": np.float16, "double": np.float64, "uint8": np.uint8}
@@ -118,7 +119,7 @@ class OnnxInfo:
     data_config: DataConfig | None = None  # preprocessing; None if unknown
     preprocess: bool = False  # the file contains the preprocessing and takes uint8 pixels
     class_names: tuple[str, ...] | None = None  # None if unknown
-    output: str | None = None  # "logits", "probabilities" or "features"; None if unknown
+    output: str | None = None  # kind of the most important output, e.g. "logits"; None if unknown
     fp8: bool = False  # weights are in e4m3
     metadata: dict[str, Any] = field(default_factory=dict)  # other fields of export_onnx, or all of another exporter
 
@@ -222,7 +223,7 @@ def _describe_value(value: onnx.ValueInfoProto) -> dict[str, Any]:
 
 @dataclass
 class Signature:
-    """Input and first output of a file that takes images."""
+    """Input and outputs of a file that takes images."""
 
     path: Path
     input: str
@@ -232,9 +233,7 @@ class Signature:
     in_chans: int
     image_hw: Size | None  # size of the images; None if unknown
     patch_hw: Size | None  # images of any size must have multiples of it as sides
-    output: str
-    output_dtype: np.dtype[Any]
-    output_tail: tuple[int, ...] | None  # shape of the output after the batch axis; None if unknown
+    outputs: dict[str, tuple[np.dtype[Any], tuple[int, ...] | None]]  # dtype, and shape after the batch axis if known
 
     def check(self, images: Any) -> None:
         """Raises ValueError if the dtype or shape of numpy or torch images does not match the file."""
@@ -252,31 +251,38 @@ class Signature:
             raise ValueError(f"images for {self.path.name}: {problem}")
 
 
-def read_signature(info: OnnxInfo) -> Signature:
-    """Returns the signature of a file; raises ModelFileError if the file does not take one batch of images."""
-    entry, out = info.inputs[0] if info.inputs else {}, info.outputs[0]
-    if len(info.inputs) != 1 or entry["dtype"] not in DTYPES or len(entry["shape"]) != 4:
+def read_signature(info: OnnxInfo, any_inputs: bool = False) -> Signature:
+    """Returns the signature of a file.
+
+    Raises ModelFileError if the file does not take one batch of images, unless `any_inputs`: then, only the outputs of
+    the signature have a meaning.
+    """
+    entry = info.inputs[0] if info.inputs else {}
+    if any_inputs:
+        entry = {"name": "", "dtype": "float", "shape": ["batch", "?", "?", "?"]}
+    elif len(info.inputs) != 1 or entry["dtype"] not in DTYPES or len(entry["shape"]) != 4:
         got = "; ".join(f"{entry['name']} {entry['dtype']} {entry['shape']}" for entry in info.inputs)
         raise ModelFileError(
             f"{info.path}: its only input must be images, as float, float16 or double [batch, channels, height, width] "
             f"or as uint8 [batch, height, width, channels], got {got or 'no input'}"
         )
     dtype: np.dtype[Any] = np.dtype(DTYPES[entry["dtype"]])
-    sizes: list[Any] = [
+    shape, *tails = (
         tuple(dim if isinstance(dim, int) and dim > 0 else None for dim in dims)
-        for dims in (entry["shape"], out["shape"][1:])
-    ]
-    shape, tail = sizes
+        for dims in (entry["shape"], *(out["shape"][1:] for out in info.outputs))
+    )
+    outputs: dict[str, Any] = {}
+    for out, tail in zip(info.outputs, tails):
+        is_known = out["dtype"] in DTYPES and out["shape"] and None not in tail
+        outputs[out["name"]] = np.dtype(DTYPES.get(out["dtype"], np.float32)), tail if is_known else None
     takes_pixels = dtype == np.uint8
     height, width = shape[1:3] if takes_pixels else shape[2:]
     known, patch = info.metadata.get("image_hw"), info.metadata.get("patch_hw", (1, 1))
     image_hw: Size | None = (height, width) if height and width else None
     if image_hw is None and isinstance(known, list):  # other exporters may store text here
         image_hw = (known[0], known[1])
-    is_known = bool(tail) and None not in tail and out["dtype"] in DTYPES
     return Signature(
         path=Path(info.path), input=entry["name"], dtype=dtype, takes_pixels=takes_pixels, shape=shape,
         in_chans=shape[3 if takes_pixels else 1] or 3, image_hw=image_hw,
-        patch_hw=(patch[0], patch[1]) if info.metadata.get("dynamic_size") is True else None, output=out["name"],
-        output_dtype=np.dtype(DTYPES.get(out["dtype"], np.float32)), output_tail=tail if is_known else None,
+        patch_hw=(patch[0], patch[1]) if info.metadata.get("dynamic_size") is True else None, outputs=outputs,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from vit_fast.config import DataConfig, Size
 from vit_fast.errors import UnsupportedInputError, VitFastError, check_choice, check_integer, check_type, pair
 from vit_fast.libraries.interface.image_model import Output
 
-from .metadata import ModelFileError, OnnxInfo, inspect_onnx, read_signature
+from .metadata import CLASSES, ModelFileError, OnnxInfo, inspect_onnx, read_signature
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -102,11 +102,17 @@ def open_session(
     return session
 
 
+def outputs_of(found: Any) -> list[Any]:
+    """Returns all outputs of a call of OnnxRunner."""
+    return list(found.values()) if isinstance(found, dict) else [found]
+
+
 class OnnxRunner:
-    """Runs an ONNX file with one image input, from export_onnx or another exporter.
+    """Runs an ONNX file with one image input, from export_onnx or another exporter, or any file of export_onnx.
 
         runner = OnnxRunner("model.onnx")
         logits = runner(images)               # numpy in, numpy out; torch in, torch out
+        tokens = runner(images)["tokens"]     # if the file has several outputs
 
     Args:
         path: The .onnx file.
@@ -150,7 +156,9 @@ class OnnxRunner:
             check_integer("threads", threads, 1, MAX_THREADS)
         self.path = Path(path)
         self.info: OnnxInfo = inspect_onnx(self.path)
-        self._signature = signature = read_signature(self.info)
+        # files of export_onnx with other inputs take a dict only, and describe the inputs
+        self._named = self.info.metadata.get("inputs") is not None
+        self._signature = signature = read_signature(self.info, any_inputs=self._named)
         self.in_chans, self.takes_pixels = signature.in_chans, signature.takes_pixels
         if data_config is not None and not isinstance(data_config, DataConfig):
             data_config = DataConfig.from_dict(data_config)
@@ -163,8 +171,10 @@ class OnnxRunner:
             if self.info.output not in (None, output):
                 raise ValueError(f"output must be {self.info.output!r}, the output of the file, got {output!r}")
         self.output = output or self.info.output or "logits"
-        classes, known = signature.output_tail[-1] if signature.output_tail else None, self.class_names
-        if known is not None and classes not in (None, len(known)) and self.output != "features":
+        self._classes = self.output if self.output in signature.outputs else next(iter(signature.outputs))
+        tail, known = signature.outputs[self._classes][1], self.class_names
+        classes = tail[-1] if tail else None
+        if known is not None and classes not in (None, len(known)) and self.output in CLASSES:
             raise ValueError(f"class_names must have {classes} names, one per class of {path}, got {len(known)}")
         self.image_hw = signature.image_hw
         if image_hw is not None:
@@ -192,7 +202,7 @@ class OnnxRunner:
         self._bind = io_binding and kind in ("cuda", "tensorrt")
         self._gpu = torch.device("cuda", index)
         self._graph_device = self._gpu if cuda_graph else None
-        self._graph_buffers: tuple[Tensor, Tensor] | None = None
+        self._graph_buffers: tuple[Tensor, list[Tensor]] | None = None
 
     def __call__(self, images: Any) -> Any:
         """Runs the model.
@@ -200,12 +210,18 @@ class OnnxRunner:
         Args:
             images: numpy array or torch tensor [B, channels, height, width] in the file's dtype, on any device. For a
                 file with preprocessing, uint8 [B, height, width, channels] or [height, width, channels]. B may be 0.
+                For a file with other inputs, a dict of arrays or tensors by name, which is not split.
         Returns:
-            The file's first output [B, ...], with the type and device of the input.
+            The file's output [B, ...], or a dict of several outputs by name, with the type and device of the input.
         Raises:
             ValueError: dtype or shape does not match the file.
         """
+        if isinstance(images, Mapping):
+            return self._run_named(images)
         is_tensor = isinstance(images, Tensor)
+        if self._named:
+            names = ", ".join(entry["name"] for entry in self.info.inputs)
+            raise TypeError(f"inputs of {self.path.name} must be a dict with {names}, got {type(images).__name__}")
         if not isinstance(images, np.ndarray | Tensor):
             raise TypeError(f"images must be a numpy array or a torch tensor, got {type(images).__name__}")
         if self.takes_pixels and images.ndim == 3:
@@ -213,26 +229,39 @@ class OnnxRunner:
         self._signature.check(images)
         if not len(images):  # one image of zeros gives shape and dtype of the output
             one = np.zeros((1, *images.shape[1:]), self._signature.dtype)
-            return self(torch.from_numpy(one).to(images.device) if is_tensor else one)[:0]
+            found = self(torch.from_numpy(one).to(images.device) if is_tensor else one)
+            return {name: y[:0] for name, y in found.items()} if isinstance(found, dict) else found[:0]
         bound = is_tensor and images.is_cuda and self._bind
         inputs = images.detach().to(self._gpu) if bound else images.detach().cpu().numpy() if is_tensor else images
-        size, results = self.max_batch, []
+        size, results = self.max_batch, list[list[Any]]()
         for start in range(0, len(inputs), size):
             piece = inputs[start : start + size]
             count = len(piece)
             if count < size and self._needs_full_batch:
                 piece = piece[[min(i, count - 1) for i in range(size)]]
             try:
-                results.append(self._run(piece)[:count])
+                results.append([y[:count] for y in self._run(piece)])
             except Exception as error:  # ONNX Runtime's exceptions share no base class
                 if None not in self._signature.shape[1:] or "allocate" in str(error).lower():
                     raise
                 shape = tuple(images.shape)
                 raise ValueError(f"{self.path} does not support images of shape {shape}: {str(error)[:300]}") from error
-        if len(results) > 1:
-            results = [torch.cat(results) if bound else np.concatenate(results)]
-        found = torch.from_numpy(results[0]) if is_tensor and not bound else results[0]
-        return found.to(images.device) if is_tensor else found
+        found = {}
+        for name, pieces in zip(self._signature.outputs, zip(*results)):
+            y: Any = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if bound else np.concatenate(pieces)
+            y = torch.from_numpy(y) if is_tensor and not bound else y
+            found[name] = y.to(images.device) if is_tensor else y
+        return found if len(found) > 1 else y
+
+    def _run_named(self, inputs: Mapping[str, Any]) -> Any:
+        arrays = {name: x.detach().cpu().numpy() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        try:
+            results = self._session.run(None, arrays)
+        except Exception as error:  # ONNX Runtime's exceptions share no base class
+            raise ValueError(f"{self.path} does not support these inputs: {str(error)[:300]}") from error
+        device = next((x.device for x in inputs.values() if isinstance(x, Tensor)), None)
+        found = [y if device is None else torch.from_numpy(y).to(device) for y in results]
+        return dict(zip(self._signature.outputs, found)) if len(found) > 1 else found[0]
 
     def probabilities(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Returns class probabilities [B, classes] of images; see `prepare` for the preprocessing.
@@ -242,16 +271,17 @@ class OnnxRunner:
         """
         from PIL import Image
 
-        if self.output == "features":
-            raise UnsupportedInputError("probabilities", [f"{self.path} must output classes, got features"])
+        if self.output not in CLASSES:
+            raise UnsupportedInputError("probabilities", [f"{self.path} must output classes, got {self.output}"])
         prepared = [self.prepare(image) for image in images]
         if not prepared:
             return self.probabilities([Image.new("RGB", (8, 8))])[:0]
         if self.takes_pixels:  # images of any size
-            output = np.concatenate([self(pixels) for pixels in prepared])
+            outputs = [self(pixels) for pixels in prepared]
         else:
-            output = self(np.stack(prepared).astype(self._signature.dtype))
-        output = output.astype(np.float64)
+            outputs = [self(np.stack(prepared).astype(self._signature.dtype))]
+        parts = [y[self._classes] if isinstance(y, dict) else y for y in outputs]
+        output = np.concatenate(parts).astype(np.float64)
         exponents = output if self.output == "probabilities" else np.exp(output - output.max(axis=-1, keepdims=True))
         result: np.ndarray = exponents / exponents.sum(axis=-1, keepdims=True)
         return result
@@ -272,32 +302,35 @@ class OnnxRunner:
             raise UnsupportedInputError(f"preprocessing for {self.path}", [reason])
         return make_transform(self.data_config, self.image_hw, self.in_chans)(image).numpy()
 
-    def _run(self, images: Any) -> Any:
-        """Returns the output [B, ...] of images that were checked, with their type and device."""
+    def _run(self, images: Any) -> list[Any]:
+        """Returns the outputs [B, ...] of images that were checked, with their type and device."""
         if isinstance(images, Tensor):
             return self._run_on_cuda(images)
         images = np.ascontiguousarray(images)  # torch does not support negative strides
         if self._graph_device is not None:
-            return self._run_on_cuda(torch.from_numpy(images).to(self._graph_device)).cpu().numpy()
-        return self._session.run([self._signature.output], {self._signature.input: images})[0]
+            return [y.cpu().numpy() for y in self._run_on_cuda(torch.from_numpy(images).to(self._graph_device))]
+        results: list[Any] = self._session.run(list(self._signature.outputs), {self._signature.input: images})
+        return results
 
-    def _run_on_cuda(self, images: Tensor) -> Tensor:
+    def _run_on_cuda(self, images: Tensor) -> list[Tensor]:
         images, signature = images.contiguous(), self._signature
-        if signature.output_tail is None:
+        if any(tail is None for _, tail in signature.outputs.values()):
             remedy = "pass io_binding=False and cuda_graph=False"
-            reason = f"the file must contain the shape and a known dtype of its output: {remedy}"
+            reason = f"the file must contain the shapes and known dtypes of its outputs: {remedy}"
             raise UnsupportedInputError("IO binding", [reason])
-        dtype = getattr(torch, str(signature.output_dtype))
-        output = torch.empty((len(images), *signature.output_tail), dtype=dtype, device=images.device)
+        outputs = [
+            torch.empty((len(images), *(tail or ())), dtype=getattr(torch, str(dtype)), device=images.device)
+            for dtype, tail in signature.outputs.values()
+        ]
         if self._graph_device is not None:  # a graph has fixed addresses
             if self._graph_buffers is None:
-                self._graph_buffers = (images.clone(), output)
-            fixed_input, output = self._graph_buffers
+                self._graph_buffers = (images.clone(), outputs)
+            fixed_input, outputs = self._graph_buffers
             images = fixed_input.copy_(images)
         torch.cuda.current_stream(images.device).synchronize()  # ONNX Runtime uses another stream
         binding, place = self._session.io_binding(), ("cuda", images.device.index or 0)
-        of_input, of_output = ((tuple(each.shape), each.data_ptr()) for each in (images, output))
-        binding.bind_input(signature.input, *place, signature.dtype, *of_input)
-        binding.bind_output(signature.output, *place, signature.output_dtype, *of_output)
+        binding.bind_input(signature.input, *place, signature.dtype, tuple(images.shape), images.data_ptr())
+        for (name, (dtype, _)), y in zip(signature.outputs.items(), outputs):
+            binding.bind_output(name, *place, dtype, tuple(y.shape), y.data_ptr())
         self._session.run_with_iobinding(binding)
-        return output if self._graph_device is None else output.clone()
+        return outputs if self._graph_device is None else [y.clone() for y in outputs]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import DataConfig, Size
 from ..errors import VitFastError, check_type
@@ -228,6 +228,11 @@ def random_crop(image: Image.Image, generator: np.random.Generator) -> Image.Ima
     top = int(generator.integers(0, image.height - height + 1))
     crop = image.crop((left, top, left + width, top + height))
     return crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if generator.random() < 0.5 else crop
+
+
+def channels_of(model: nn.Module) -> int:
+    """Returns the number of image channels that the first convolution of a model takes; 3 without one."""
+    return next((part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)), 3)
 
 
 def as_inputs(images: Sequence[Image.Image], data_config: DataConfig | None, image_hw: Size, in_chans: int) -> Tensor:

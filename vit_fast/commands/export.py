@@ -8,19 +8,40 @@ from typing import Annotated, Any
 
 import typer
 
-from ..cli import AsJson, ClassNames, Side, argument, model_name, option
+from ..cli import (
+    AsJson,
+    ClassNames,
+    DataConfigFile,
+    Side,
+    argument,
+    integers,
+    model_name,
+    option,
+    read_data_config,
+    split_words,
+)
 
 
 def export(
     model: Annotated[
-        str | None, argument("One of `vit-fast models`, a weights file of vit-fast, or a Hugging Face Hub id.")
+        str | None,
+        argument(
+            "One of `vit-fast models`, a weights file of vit-fast, a Hugging Face Hub id, or module:function. The "
+            "function returns a model, or a model and an example of its inputs."
+        ),
     ] = None,
     out: Annotated[Path | None, option("The .onnx file to write.", "--out", "-o")] = None,
     weights: Annotated[
         str | None, option("A file, a folder or a Hub id (default: MODEL if it is a file or Hub id, else random).")
     ] = None,
     target: Annotated[str, option("Runtime to optimize for: generic, ort-cpu, ort-cuda or tensorrt.")] = "generic",
-    precision: Annotated[str, option("fp32, fp16, bf16, int8, int8-dynamic or fp8.")] = "fp32",
+    precision: Annotated[
+        str,
+        option(
+            "fp32, fp16, bf16, int8, int8-dynamic or fp8. In fp16, layers that can overflow on the verification images "
+            "stay in fp32."
+        ),
+    ] = "fp32",
     calibrate: Annotated[
         list[Path] | None,
         option(
@@ -32,7 +53,16 @@ def export(
         bool,
         option("Include resizing and normalization: the file takes uint8 images of any size.", "--preprocess"),
     ] = False,
-    returns: Annotated[str, option("Output of the file: logits, probabilities, or features (pooled).")] = "logits",
+    returns: Annotated[
+        str | None,
+        option(
+            "Outputs of the file: logits, probabilities, features (pooled), tokens, intermediate; separated by commas "
+            "(default: logits, or what a model without head returns)."
+        ),
+    ] = None,
+    layers: Annotated[str | None, option("Encoder blocks for intermediate, e.g. 2,5,8,11 or=-4,-1.")] = None,
+    normed: Annotated[bool, option("Apply the last norm to intermediate tokens.", "--normed")] = False,
+    spatial: Annotated[bool, option("Output patch tokens as [B, C, rows, columns].", "--spatial")] = False,
     dynamic_size: Annotated[bool, option("Make height and width of the input dynamic.", "--dynamic-size")] = False,
     validation: Annotated[
         Path | None,
@@ -43,11 +73,18 @@ def export(
     ] = None,
     classes: ClassNames = None,
     img_size: Side = None,
+    data_config: DataConfigFile = None,
     ir_version: Annotated[
         int | None,
         option("Version of the ONNX format, for older runtimes. The opset is 20 or the newest that it allows."),
     ] = None,
-    verify: Annotated[bool, option("Compare the file's output with the model's.", "--verify/--no-verify")] = True,
+    verify: Annotated[
+        bool,
+        option(
+            "Compare the file's output with the model's. --no-verify also skips the search for layers that overflow.",
+            "--verify/--no-verify",
+        ),
+    ] = True,
     triton_repository: Annotated[
         Path | None, option("Also add the file to this model repository of NVIDIA Triton Inference Server.")
     ] = None,
@@ -56,12 +93,14 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Export a model to ONNX, and verify that the file's output matches the model's."""
+    import torch
     from rich.console import Console
 
     from ..apps.classifiers import read_class_names
-    from ..apps.data import find_images
+    from ..apps.data import channels_of, find_images
     from ..export import export_onnx, inspect_onnx, write_card, write_triton_repository
     from ..export.deployment import check_triton_repository
+    from ..files import find_function
     from ..weights import create_model
 
     if inspect is not None:
@@ -71,7 +110,7 @@ def export(
             model, weights = weights, None
         if model is None or out is None:
             raise ValueError("pass MODEL or --weights, and -o FILE.onnx; or pass --inspect FILE.onnx")
-        model = model_name(model)
+        model, function = model_name(model), find_function(model)
         if triton_repository is not None:
             check_triton_repository(triton_repository, out.stem, precision if target == "tensorrt" else None)
         if calibrate:
@@ -82,11 +121,26 @@ def export(
         options: dict[str, Any] = {
             "precision": precision,
             "target": target,
-            "output": returns,
+            "output": split_words(returns),
+            "layers": integers("--layers", layers) or (),
+            "normed": normed,
+            "spatial": spatial,
             "ir_version": ir_version,
         }
+        if function is None:
+            built: Any = create_model(model, weights=weights, backend="sdpa", **overrides)
+        else:
+            built = function()
+            has_weights = True
+        if isinstance(built, tuple):
+            built, options["example"] = built
+        elif function is not None and img_size is not None:
+            options["example"] = torch.randn(1, channels_of(built), img_size, img_size)
+        if data_config is not None:
+            options["data_config"] = read_data_config(data_config)
+            options["data_config"].pop("img_size", None)
         result = export_onnx(
-            create_model(model, weights=weights, backend="sdpa", **overrides), out, dynamic_size=dynamic_size,
+            built, out, dynamic_size=dynamic_size,
             preprocess=preprocess, calibration=calibrate or None, validation=validation,
             class_names=None if classes is None else read_class_names(classes), verify=verify,
             source=model if has_weights and weights is None else f"{model}, {weights or 'random weights'}", **options,

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..cli import Backend, ClassNames, DataConfigFile, Device, WeightsFile, WeightsModel, argument, option
+from ..cli import (
+    Backend,
+    ClassNames,
+    DataConfigFile,
+    Device,
+    WeightsFile,
+    WeightsModel,
+    argument,
+    option,
+    read_data_config,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -143,12 +153,7 @@ def _classify(
 
     from ..export import OnnxRunner
 
-    try:
-        given = {} if data_config is None else json.loads(data_config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"--data-config must be a JSON file, got {data_config}: {error}") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"--data-config must contain a JSON object, got {data_config} with a {type(given).__name__}")
+    given = {} if data_config is None else read_data_config(data_config)
     image_hw = pair("img_size", given.pop("img_size")) if "img_size" in given else None
     runner = OnnxRunner(weights, device, data_config=given or None, image_hw=image_hw)
 

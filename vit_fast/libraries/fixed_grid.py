@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from ..blocks.fused import FusedModule
 from ..config import Size
 from ..errors import pair, raise_unsupported
-from .interface.image_model import Head, ImageModel, comes_from
+from .interface.image_model import ImageModel, comes_from
 from .transformers.graph_towers import embed_patches, grid_layout, patchify, resizing_weights, version_reasons
 
 QWEN = ("Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel")
@@ -99,9 +100,9 @@ class FixedGrid(nn.Module):
 
 
 class FixedGridModel(ImageModel):
-    def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
-        output: Tensor = self.model(images, features=head == "features")
-        return output
+    def run(self, images: Tensor, wanted: Collection[str], dynamic_size: bool) -> dict[str, Tensor]:
+        names = ("logits", "features") if self.num_classes else ("features",)
+        return {name: self.model(images, features=name == "features") for name in names if name in wanted}
 
 
 def recognize(model: nn.Module) -> ImageModel | None:
@@ -114,10 +115,10 @@ def recognize(model: nn.Module) -> ImageModel | None:
     advice = "must be fused: call vit_fast.fuse(tower) first, with any backend"
     raise_unsupported("export of a FixedGrid", [f"blocks.{i}.attn {advice}" for i in unfused[:1]])
     config = getattr(tower, "config", None)
-    pools = getattr(tower, "use_head", False) or getattr(tower, "attn_pool", None) is not None
     return FixedGridModel(
         model=model, library="timm" if config is None else "transformers", name=type(tower).__name__,
-        image_hw=model.image_hw, in_chans=model.channels, patch_hw=model.patch_hw, depth=len(blocks),
-        attentions=len(blocks) + pools, num_classes=0 if config is not None else int(tower.num_classes),
+        image_hw=model.image_hw, in_chans=model.channels, patch_hw=model.patch_hw,
+        blocks="tower.blocks" if hasattr(tower, "blocks") else "tower.encoder.layers",
+        num_classes=0 if config is not None else int(tower.num_classes),
         config={} if config is None else config.to_diff_dict(),
     )  # fmt: skip

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -66,6 +68,20 @@ def recognize(model: nn.Module) -> ImageModel:
         found.model = copy.deepcopy(model).to("cpu", torch.float32).eval()
     found.set_data_config(found.data_config)
     return found
+
+
+def find(model: nn.Module) -> ImageModel | None:
+    """Describes a ViT for export in place; returns None for other models and for a ViT that cannot be exported."""
+    with contextlib.suppress(UnsupportedInputError):
+        return next((found for library in IMAGE_MODELS if (found := library.recognize(model)) is not None), None)
+    return None
+
+
+def prepare_attention(model: Any, undo: contextlib.ExitStack) -> None:
+    """Prepares modules of torch and transformers inside of any ImageModel for export; `undo` restores them."""
+    torchvision.TorchvisionModel.make_exportable(model, undo, False)
+    if "transformers" in sys.modules:
+        hf_model.TransformersModel.make_exportable(model, undo, False)
 
 
 def packed_tower(tower: nn.Module) -> PackedTower | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..blocks.reading import Reader, dropout_notes
 from ..config import ViTConfig
 from ..errors import raise_unsupported, type_name
 from ..ops import attention_qkvpacked
-from .interface.image_model import Head, ImageModel, comes_from
+from .interface.image_model import ImageModel, comes_from
 from .interface.weight_names import PLAIN_VIT, Converted, Rule, config_reasons, rename
 
 NAME = "torchvision"
@@ -70,11 +70,11 @@ def recognize(model: Any) -> ImageModel | None:
     """Describes a VisionTransformer of torchvision for export; returns None for another model."""
     if not comes_from(NAME, model, "VisionTransformer"):
         return None
-    size, patch, depth = int(model.image_size), int(model.patch_size), len(model.encoder.layers)
+    size, patch = int(model.image_size), int(model.patch_size)
     linears = [module for module in model.heads.modules() if isinstance(module, nn.Linear)]
     return TorchvisionModel(
         model=model, library=NAME, name=type(model).__name__, image_hw=(size, size), in_chans=3,
-        patch_hw=(patch, patch), depth=depth, attentions=depth, num_classes=linears[-1].out_features if linears else 0,
+        patch_hw=(patch, patch), blocks="encoder.layers", num_classes=linears[-1].out_features if linears else 0,
         config={"image_size": size, "patch_size": patch, "hidden_dim": int(model.hidden_dim)},
     )  # fmt: skip
 
@@ -88,16 +88,14 @@ class TorchvisionModel(ImageModel):
         undo.callback(torch.backends.mha.set_fastpath_enabled, enabled)
         torch.backends.mha.set_fastpath_enabled(False)
 
-    def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
+    def run(self, images: Tensor, wanted: Collection[str], dynamic_size: bool) -> dict[str, Tensor]:
         model: Any = self.model
-        output: Tensor
-        if head == "logits":
-            output = model(images)
-        else:
-            tokens = model._process_input(images)
-            tokens = torch.cat([model.class_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
-            output = model.encoder(tokens)[:, 0]
-        return output
+        if set(wanted) == {"logits"}:
+            return {"logits": model(images)}
+        tokens = model._process_input(images)
+        tokens = model.encoder(torch.cat([model.class_token.expand(tokens.shape[0], -1, -1), tokens], dim=1))
+        found = {"tokens": tokens, "features": tokens[:, 0]}
+        return found | ({"logits": model.heads(tokens[:, 0])} if self.num_classes else {})
 
 
 _PARAMETERS = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]

@@ -33,8 +33,8 @@ def recognize(model: nn.Module) -> ImageModel | None:
     same.sort(key=lambda name: get_variant(name).data != model.data_config)
     return OurModel(
         model=model, library=NAME, name=next(iter(same), type(model).__name__), image_hw=config.image_hw,
-        in_chans=config.in_chans, patch_hw=config.patch_pixels, depth=config.depth,
-        attentions=config.depth + (config.global_pool == "map"), num_classes=config.num_classes,
+        in_chans=config.in_chans, patch_hw=config.patch_pixels, blocks="blocks",
+        num_classes=config.num_classes,
         data_config=model.data_config, class_names=model.class_names, config=config.to_dict(),
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from vit_fast.config import Size
 from ..apps.data import find_images, sample_image
 from ..errors import UnsupportedInputError
 from ..files import file_aside
-from ..libraries.known import recognize
+from ..libraries.known import find
 from .candidate import Candidate
 
 Run = Callable[[Tensor], Tensor]
@@ -55,16 +55,18 @@ class OnnxFile(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Returns the file's first output [B, ...]; raises ValueError if dtype or shape do not match."""
-        output: Tensor = self.runner(images)
+        from vit_fast.export.runtime.runner import outputs_of
+
+        output: Tensor = outputs_of(self.runner(images))[0]
         return output
 
 
 def open_reference(path: Path, image_hw: Size | None) -> Run:
     """Opens a file on the CPU without graph optimizations: the reference for a file."""
-    from vit_fast.export import OnnxRunner
+    from vit_fast.export.runtime.runner import OnnxRunner, outputs_of
 
     runner = OnnxRunner(path, "cpu", image_hw=image_hw, optimize=False)
-    return lambda images: torch.as_tensor(runner(images.cpu()))
+    return lambda images: torch.as_tensor(outputs_of(runner(images.cpu()))[0])
 
 
 def file_name(candidate: Candidate) -> str:
@@ -108,15 +110,16 @@ def write_onnx(
     if source is not None:
         copy_model(source, path)
         return
-    size, found = tuple(recognize(model).image_hw), tuple(images.shape[2:])
-    if found != size:
-        raise UnsupportedInputError(candidate.name, [f"the image size must be {size}, got {found}"])
+    known, found = find(model), tuple(images.shape[2:])
+    if known is not None and found != tuple(known.image_hw):
+        raise UnsupportedInputError(candidate.name, [f"the image size must be {tuple(known.image_hw)}, got {found}"])
     export_onnx(
         model,
         path,
         precision="fp32" if in_openvino else precision or "fp32",  # OpenVINO converts
         target="generic" if in_openvino else "tensorrt" if candidate.engine == "tensorrt" else on_ort,
         calibration=calibration,
+        example=images[:1] if known is None else None,
         verify=False,  # every candidate is checked anyway
     )
 
@@ -129,11 +132,12 @@ def open_file(candidate: Candidate, path: Path, images: Tensor, image_hw: Size |
         if not on_cpu:
             raise UnsupportedInputError(candidate.name, [f"images must be on the CPU, got {images.device}"])
         return _Openvino(path, threads, candidate.precision == "bf16", images.dtype == torch.bfloat16)
-    from vit_fast.export import OnnxRunner
+    from vit_fast.export.runtime.runner import OnnxRunner, outputs_of
 
     where = f"tensorrt:{images.device.index or 0}" if candidate.engine == "tensorrt" else str(images.device)
     batch = candidate.split or len(images)
-    return OnnxRunner(path, where, threads=threads, max_batch=batch, image_hw=image_hw, cuda_graph=candidate.graphs)
+    runner = OnnxRunner(path, where, threads=threads, max_batch=batch, image_hw=image_hw, cuda_graph=candidate.graphs)
+    return runner if len(runner.info.outputs) == 1 else lambda images: outputs_of(runner(images))[0]
 
 
 @functools.cache

@@ -6,32 +6,44 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ...config import DataConfig, Size, ViTConfig
+from ...errors import UnsupportedInputError
 
-Output = Literal["logits", "probabilities", "features"]
-Head = Literal["logits", "features"]
+Output = Literal["logits", "probabilities", "features", "tokens", "intermediate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Requested outputs; no names mean the first that the model has of logits, pooled features and tokens."""
+
+    names: tuple[Output, ...] = ()
+    layers: tuple[int, ...] = ()  # encoder blocks whose outputs are "intermediate"; negative: counted from the last
+    normed: bool = False  # apply the norm that follows the last block to "intermediate"
+    spatial: bool = False  # patch tokens as [B, C, rows, columns] instead of [B, N, C]
 
 
 @dataclass(kw_only=True)
 class ImageModel:
     """A model with the facts that export needs. Each library whose models lack timm's methods has a subclass."""
 
+    is_known: ClassVar[bool] = True  # False if only an example of a call is known
     model: nn.Module
     library: str  # "vit-fast", "timm", "transformers" or "torchvision"
     name: str  # of the model if it stores one, otherwise of its class
     image_hw: Size
     in_chans: int
     patch_hw: Size  # of the image region that one token covers
-    depth: int  # encoder blocks
-    attentions: int  # attention layers, including pooling heads
+    blocks: str  # name of the list of encoder blocks
     num_classes: int  # 0 if there is no head
+    batch: int = 1  # of files with a fixed batch
     data_config: DataConfig | None = None  # None if unknown
     no_data_config: str = "the model has no data_config"  # the reason if it is unknown
     class_names: tuple[str, ...] | None = None  # None if unknown
@@ -40,15 +52,43 @@ class ImageModel:
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         """Prepares the model for export, with any image size if requested; `undo` restores it."""
 
-    def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
-        """Maps images [B, in_chans, height, width] to logits or pooled features [B, ...]."""
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """Examples of the inputs [2, ...] by name; axis 0 of each is the batch."""
+        return {"images": torch.randn(2, self.in_chans, *self.image_hw)}
+
+    def batched(self) -> list[bool]:
+        """Returns True for each input whose axis 0 is the batch."""
+        return [True] * len(self.inputs)
+
+    def feed(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Returns all inputs for a batch of images."""
+        return (images,)
+
+    def compute(self, inputs: Sequence[Tensor], wanted: Outputs, dynamic_size: bool) -> dict[str, Tensor]:
+        return self.outputs(inputs[0], wanted, dynamic_size)
+
+    @property
+    def depth(self) -> int:
+        """The number of encoder blocks."""
+        blocks: Any = self.model.get_submodule(self.blocks)
+        return len(blocks)
+
+    def run(self, images: Tensor, wanted: Collection[str], dynamic_size: bool) -> dict[str, Tensor]:
+        """Maps images [B, in_chans, height, width] to those of "logits", "features" and "tokens" that the model has.
+
+        May omit outputs that are not wanted. Returns features [B, C], and tokens [B, N, C] or [B, rows, columns, C].
+        """
         model: Any = self.model
-        result: Tensor
-        if head == "features":
-            result = model.forward_head(model.forward_features(images), pre_logits=True)
-        else:
-            result = model(images)
-        return result
+        if set(wanted) == {"logits"}:
+            return {"logits": model(images)}
+        tokens = model.forward_features(images)
+        found = {"features": model.forward_head(tokens, pre_logits=True)}
+        if self.num_classes:
+            found["logits"] = model.forward_head(tokens)
+        if tokens.ndim == 4 and getattr(model, "output_fmt", "NCHW") == "NCHW":
+            tokens = tokens.movedim(1, -1)
+        return {name: y for name, y in found.items() if y.ndim == 2} | {"tokens": tokens}
 
     def set_data_config(self, data_config: DataConfig | None) -> None:
         """Sets the preprocessing, without the normalization if `fuse` folded it into the model."""
@@ -59,9 +99,65 @@ class ImageModel:
 
     def forward(self, images: Tensor, output: Output, dynamic_size: bool = False) -> Tensor:
         """Maps images [B, in_chans, height, width] to logits, probabilities or pooled features [B, ...]."""
-        head: Head = "features" if output == "features" or not self.num_classes else "logits"
-        result = self.run(images, head, dynamic_size)
-        return result.softmax(-1) if output == "probabilities" else result
+        return self.outputs(images, Outputs(names=(output,)), dynamic_size)[output]
+
+    def outputs(self, images: Tensor, wanted: Outputs, dynamic_size: bool = False) -> dict[str, Tensor]:
+        """Maps images [B, in_chans, height, width] to the requested outputs.
+
+        Names are "logits", "probabilities", "features", "tokens" and "prefix_tokens" [B, P, C], for each layer i
+        "intermediate_i" and "intermediate_i_prefix". Prefix tokens are class and register tokens, if there are any.
+
+        Raises:
+            UnsupportedInputError: the model does not have an output.
+        """
+        blocks: Any = self.model.get_submodule(self.blocks) if wanted.layers else ()
+        inner = {module for block in blocks for module in block.modules()}
+        watched = [*blocks, *(each for each in self.model.modules() if blocks and _is_norm(each) and each not in inner)]
+        calls: dict[nn.Module, Any] = {}  # outputs of blocks, and of norms outside of them, in the order of the calls
+        by_default = ("logits",) if self.num_classes else ("features", "tokens")
+        sources = {name: "logits" if name == "probabilities" else name for name in wanted.names or by_default}
+        with contextlib.ExitStack() as stack:
+            for module in watched:
+                stack.callback(module.register_forward_hook(lambda part, _, y: calls.setdefault(part, y)).remove)
+            found = self.run(images, [source for source in sources.values() if source != "intermediate"], dynamic_size)
+        if not wanted.names:
+            sources = {name: name for name in [name for name in by_default if name in found][:1]}
+        results: dict[str, Tensor] = {}
+        for name, source in sources.items():
+            if name == "intermediate":
+                continue
+            if source not in found:
+                raise UnsupportedInputError(f"output of {self.name}", [f"{name!r} must be one of {', '.join(found)}"])
+            if name == "tokens":
+                results |= self._separated(found["tokens"], "tokens", "prefix_tokens", images, wanted.spatial)
+            else:
+                results[name] = found[source].softmax(-1) if name == "probabilities" else found[source]
+        order = list(calls)
+        for i in sorted({layer % len(blocks) for layer in wanted.layers}):
+            y = calls[blocks[i]]
+            y = y[0] if isinstance(y, tuple) else y
+            if wanted.normed:
+                if blocks[-1] is order[-1]:
+                    raise UnsupportedInputError(f"normed outputs of {self.name}", ["no norm follows the last block"])
+                y = order[order.index(blocks[-1]) + 1](y)
+            results |= self._separated(y, f"intermediate_{i}", f"intermediate_{i}_prefix", images, wanted.spatial)
+        return results
+
+    def _separated(self, y: Tensor, name: str, prefix: str, images: Tensor, spatial: bool) -> dict[str, Tensor]:
+        """Separates tokens [B, P + N, C] into patch tokens and prefix tokens; a map [B, rows, columns, C] has none."""
+        rows, columns = (side // patch for side, patch in zip(images.shape[2:], self.patch_hw))
+        results = {}
+        if y.ndim == 4:
+            y = y.movedim(-1, 1) if spatial else y.flatten(1, 2)
+        else:
+            if (count := y.shape[1] - rows * columns) < 0:
+                reason = f"there must be {rows * columns} patch tokens, got {y.shape[1]}"
+                raise UnsupportedInputError(f"{name} of {self.name}", [reason])
+            if count:
+                results[prefix] = y[:, :count]
+            y = y[:, count:]
+            y = y.transpose(1, 2).unflatten(2, (rows, columns)) if spatial else y
+        return {name: y} | results
 
     def copy_in(self, dtype: torch.dtype) -> ImageModel:
         """Returns this description with a copy of the model in another dtype."""
@@ -76,6 +172,10 @@ class ImageModel:
                     switch(undo, module, "vit_fast_backend", backend)
             self.make_exportable(undo, dynamic_size)
             yield
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return re.search("norm", type(module).__name__, re.IGNORECASE) is not None
 
 
 @dataclass(kw_only=True)

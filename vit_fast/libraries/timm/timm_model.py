@@ -109,7 +109,7 @@ def recognize(model: Any) -> ImageModel | None:
     if not hasattr(patch_embed, "patch_size") or getattr(patch_embed, "img_size", None) is None:
         problems.append("its patch embedding has no fixed image and patch size")
     raise_unsupported(f"export of timm's {type(model).__name__}", problems)
-    data_config, reasons = None, {}
+    data_config, reasons = None, dict[str, Any]()
     try:
         data_config = _data_config(pretrained)
     except ValueError as error:
@@ -118,8 +118,7 @@ def recognize(model: Any) -> ImageModel | None:
     return TimmModel(
         model=model, library=NAME, name=str(pretrained.get("architecture") or type(model).__name__),
         image_hw=pair("img_size", patch_embed.img_size), in_chans=patch_embed.proj.in_channels,
-        patch_hw=pair("patch_size", patch_embed.patch_size), depth=len(model.blocks),
-        attentions=len(model.blocks) + (getattr(model, "attn_pool", None) is not None),
+        patch_hw=pair("patch_size", patch_embed.patch_size), blocks="blocks",
         num_classes=int(model.num_classes), data_config=data_config,
         class_names=names if names and len(names) == model.num_classes else None,
         config={name: value for name, value in pretrained.items() if isinstance(value, str | int | float)}, **reasons,

@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...config import DataConfig, Interpolation, RopeConfig, ViTConfig
 from ...errors import pair, raise_unsupported
-from ..interface.image_model import Facts, Head, ImageModel, comes_from, required_input_reasons, switch
+from ..interface.image_model import Facts, ImageModel, comes_from, required_input_reasons, switch
 from ..interface.weight_names import PLAIN_VIT, Converted, Rule, config_reasons, parts, rename, with_key_biases
 from .attention_functions import attention_without_mask, is_plain, plain_functions
 
@@ -269,13 +269,12 @@ def recognize(model: Any) -> ImageModel | None:
     names = tuple(labels[i] for i in sorted(labels, key=int))
     classifies = "ForImageClassification" in type(model).__name__
     are_placeholders = all(re.fullmatch(r"LABEL_\d+", name) for name in names)
-    depth = int(config.num_hidden_layers)
-    pooling = any("MultiheadAttentionPoolingHead" in type(module).__name__ for module in model.modules())
     return TransformersModel(
         model=model, library=NAME, name=getattr(config, "name_or_path", "") or type(model).__name__,
         image_hw=pair("image_size", config.image_size), in_chans=int(config.num_channels),
         patch_hw=pair("patch_size", config.patch_size),
-        depth=depth, attentions=depth + pooling, num_classes=int(config.num_labels) if classifies else 0,
+        blocks=_block_list(model, int(config.num_hidden_layers)),
+        num_classes=int(config.num_labels) if classifies else 0,
         class_names=names if classifies and not are_placeholders else None, config=config.to_diff_dict(),
     )  # fmt: skip
 
@@ -293,12 +292,27 @@ class TransformersModel(ImageModel):
             if is_eager or is_plain(name, ALL_ATTENTION_FUNCTIONS, plain_functions()):
                 switch(undo, config, "_attn_implementation", _ATTENTION_NAME)
 
-    def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
+    def run(self, images: Tensor, wanted: Collection[str], dynamic_size: bool) -> dict[str, Tensor]:
         model: Any = self.model
-        options = {"interpolate_pos_encoding": True} if dynamic_size else {}
-        if head == "features" and "ForImageClassification" in type(model).__name__:
-            model = model.base_model
-        outputs = model(pixel_values=images, **options)
-        results = [getattr(outputs, name, None) for name in ("logits", "pooler_output", "image_embeds")]
-        result: Tensor | None = next((each for each in results if each is not None), None)
-        return outputs.last_hidden_state[:, 0] if result is None else result
+        calls: list[Any] = []  # outputs of the model and of its parts, in the order in which they end
+        with contextlib.ExitStack() as undo:
+            for part in (model, *model.children()):
+                undo.callback(part.register_forward_hook(lambda *call: calls.append(call[2])).remove)
+            outputs = model(pixel_values=images, **({"interpolate_pos_encoding": True} if dynamic_size else {}))
+        results = {"logits": getattr(outputs, "logits", None)} if self.num_classes else {}
+        encoders = [call for call in calls if getattr(call, "last_hidden_state", None) is not None]
+        if encoders and (tokens := encoders[-1].last_hidden_state).ndim == 3:
+            names = [(y, name) for y in (outputs, encoders[-1]) for name in ("pooler_output", "image_embeds")]
+            pooled = [y for y in (getattr(*each, None) for each in names) if y is not None]
+            results |= {"tokens": tokens, "features": pooled[0] if pooled else tokens[:, 0]}
+        elif encoders:
+            results["tokens"] = tokens.movedim(1, -1)
+        return {name: y for name, y in results.items() if y is not None}
+
+
+def _block_list(model: nn.Module, depth: int) -> str:
+    """Returns the name of the list of `depth` encoder blocks: the largest, because other layers are smaller."""
+    lists = {
+        name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == depth
+    }
+    return max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()), default="")
