@@ -125,15 +125,22 @@ def _on_tokens(q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float, option
     name, version, attributes = "Attention", ATTENTION_OPSET, {"q_num_heads": heads, "kv_num_heads": heads}
     if options.targets_ort:
         name, version, attributes = f"{MICROSOFT}::MultiHeadAttention", 1, {"num_heads": heads}
-    return symbolic(name, (q, k, v), {"scale": scale, **attributes}, dtype=q.dtype, shape=q.shape, version=version)
+    shape = (*q.shape[:-1], v.shape[-1])
+    return symbolic(name, (q, k, v), {"scale": scale, **attributes}, dtype=q.dtype, shape=shape, version=version)
 
 
 def _on_heads(
     q: Tensor, k: Tensor, v: Tensor, scale: float, options: ExportOptions, mask: Tensor | None = None
 ) -> Tensor:
     """Attention of heads [B, H, N, D], as one operator of ONNX if possible."""
-    if mask is None and options.attention:  # torch would add three outputs, which TensorRT does not support
-        return symbolic("Attention", (q, k, v), {"scale": scale}, dtype=q.dtype, shape=q.shape, version=ATTENTION_OPSET)
+    is_plain = mask is None and q.ndim == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2]
+    if is_plain and options.targets_ort:
+        heads = q.shape[1]
+        q, k, v = (each.transpose(1, 2).flatten(2) for each in (q, k, v))
+        return _on_tokens(q, k, v, heads, scale, options).unflatten(2, (heads, -1)).transpose(1, 2)
+    if is_plain and options.attention:  # torch would add three outputs, which TensorRT does not support
+        shape = (*q.shape[:-1], v.shape[-1])
+        return symbolic("Attention", (q, k, v), {"scale": scale}, dtype=q.dtype, shape=shape, version=ATTENTION_OPSET)
     # scale q before the matmul: in fp16, unscaled scores can exceed 65504
     scores = (q * scale) @ k.transpose(-1, -2)
     if mask is not None:  # no runtime fuses attention with a mask
@@ -148,14 +155,13 @@ def decompositions(options: ExportOptions) -> dict[Any, Callable[..., Any]]:
         q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        if dropout_p or is_causal or enable_gqa:
-            raise NotImplementedError("scaled_dot_product_attention must not use dropout_p, is_causal or enable_gqa")
-        scale = softmax_scale(q, scale)
-        if attn_mask is None and options.targets_ort:
-            heads = q.shape[1]
-            q, k, v = (each.transpose(1, 2).flatten(2) for each in (q, k, v))
-            return _on_tokens(q, k, v, heads, scale, options).unflatten(2, (heads, -1)).transpose(1, 2)
-        return _on_heads(q, k, v, scale, options, attn_mask)
+        if dropout_p:
+            raise NotImplementedError("scaled_dot_product_attention must not use dropout_p")
+        if is_causal:
+            attn_mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        if enable_gqa:
+            k, v = (each.repeat_interleave(q.shape[-3] // each.shape[-3], -3) for each in (k, v))
+        return _on_heads(q, k, v, softmax_scale(q, scale), options, attn_mask)
 
     def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
         if approximate != "none":
@@ -215,7 +221,8 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
             if node.attributes.get_string("coordinate_transformation_mode") == "pytorch_half_pixel":
                 node.attributes.add(ir.AttrString("coordinate_transformation_mode", "half_pixel"))
     # torch's names of dynamic dimensions are like s34
-    first, (batch, *_) = model.graph.inputs[0], shape_of(model.graph.inputs[0])
+    first = model.graph.inputs[vit.batched().index(True)]
+    batch = shape_of(first)[0]
     sides = {2: f"{vit.patch_hw[0]}*rows", 3: f"{vit.patch_hw[1]}*columns"} if options.dynamic_size else {}
     for value in (*model.graph.inputs, *model.graph.outputs):
         inner = sides if value is first else {}

@@ -33,6 +33,17 @@ from torch import nn
 def convolution():
     return nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(), nn.Linear(256, 5))
 
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = convolution()
+
+    def forward(self, x):
+        return {"hidden": self.parts[0](x), "logits": self.parts(x)}
+
+def named():
+    return Named()
+
 def number():
     return 5
 """
@@ -82,7 +93,7 @@ def test_a_weights_file_is_measured_beside_the_peers(folder: Path) -> None:
 @pytest.mark.slow
 def test_an_onnx_file_is_measured_unchanged(folder: Path) -> None:
     model = randomized(vit_fast.create_model("vit_test", backend="sdpa"))
-    vit_fast.export.export_onnx(model, folder / "mine.onnx", verify=False)
+    vit_fast.export.export_onnx(model, folder / "mine.onnx", output=["tokens", "logits"], verify=False)
     for row in measured("mine.onnx", "onnxruntime", "openvino"):
         assert row["model"] == "mine.onnx" and row["FLOP"] is None
     vit_fast.export.export_onnx(model, folder / "half.onnx", precision="fp16", verify=False)
@@ -95,6 +106,12 @@ def test_a_function_returns_a_model(folder: Path) -> None:
     assert given["status"] == "measured" and given["img_size"] == [32, 64]
     assert given["FLOP"] == 2 * 2 * (32 * 8 * 3 * 64 + 256 * 5), "of two images"
     assert fused["status"] == "unsupported" and "no attention or MLP" in fused["reason"]
+
+
+@pytest.mark.slow
+def test_a_model_of_any_class_runs_in_onnx_runtime(folder: Path) -> None:
+    """Compares the logits of a model that returns several tensors."""
+    measured("my_models:named", "given", "onnxruntime", img_size=[32, 64])
 
 
 @pytest.mark.parametrize(
