@@ -14,9 +14,7 @@ import contextlib
 import dataclasses
 import io
 import logging
-import re
 import tempfile
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -27,7 +25,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
-import onnxscript
 import torch
 import torch.nn.functional as F
 from onnxscript.rewriter import rewrite
@@ -37,7 +34,6 @@ from onnxscript.rewriter.rules.common import no_op_transpose_rule, transpose_tra
 from torch import Tensor, nn
 from torch.onnx.ops import symbolic
 
-import vit_fast
 from vit_fast.blocks.block import run_mlp, runs_whole
 from vit_fast.blocks.fused import FusedNormMlp
 from vit_fast.blocks.parts import BlockParts, tensors_of
@@ -48,6 +44,7 @@ from vit_fast.ops import qk_norm_rope, reference
 from vit_fast.ops.attention import attention_among, softmax_scale
 from vit_fast.ops.descriptions import Keys, Rope
 
+from .capture_errors import reasons_of
 from .options import ATTENTION_OPSET, GELU_OPSET, MICROSOFT, ExportOptions
 from .report import Fusion
 from .runtime.runner import open_session
@@ -55,7 +52,6 @@ from .runtime.runner import open_session
 BATCH = "batch"
 Batch = np.ndarray | dict[str, np.ndarray]
 PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20  # bytes of weights in one file: protobuf's 2 GiB, minus room for the graph
-OWN = tuple({str(Path(__file__).parent), str(Path(__file__).resolve().parent), str(Path(vit_fast.__file__).parent)})
 SCOPES = "pkg.torch.onnx.name_scopes"  # metadata of nodes: names of the modules around them, until `optimize`
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -260,35 +256,6 @@ def _to_onnx(module: _Exported, vit: ImageModel, options: ExportOptions) -> ir.M
         raise UnsupportedInputError(f"export of {vit.name}", reasons_of(error, exported)) from error
     model: ir.Model = program.model
     return model
-
-
-def reasons_of(error: Exception, exported: torch.export.ExportedProgram | None) -> list[str]:
-    """Returns why torch cannot export a model, the line of the model's code, and what to change."""
-    chain: list[BaseException] = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(cause)
-    text = "\n".join(map(str, chain))
-    frames = [frame for each in chain for frame in traceback.extract_tb(each.__traceback__)]
-    if exported is not None:  # an operator without a translation
-        frames = []
-        for graph in (part.graph for part in exported.graph_module.modules() if isinstance(part, torch.fx.GraphModule)):
-            for node in graph.nodes:
-                if node.op == "call_function" and str(node.target).removesuffix(".default") in text:
-                    lines = re.findall(r'File "(.+)", line (\d+), in (.+)\n', node.meta.get("stack_trace") or "")
-                    frames += [traceback.FrameSummary(file, int(number), name) for file, number, name in lines]
-    others = tuple(str(Path(package.__file__ or "").parent) for package in (torch, onnxscript)) + OWN
-    frames = [frame for frame in frames if not frame.filename.startswith((*others, "<")) and frame.line]
-    message = str(chain[-1]).strip().splitlines() or [""]
-    reasons = [f"torch cannot export the model: {type(chain[-1]).__name__}: {message[0][:300]}"]
-    if frames:
-        reasons.append(f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}")
-    if "data-dependent" in text or "data dependent" in text:
-        reasons.append("do not branch on values of tensors: use torch.where, or torch.cond")
-    elif "specialized" in text or "Constraints violated" in text:
-        reasons.append("the model fixes the batch: compute sizes from x.shape, or pass dynamic_batch=False")
-    elif exported is not None:
-        reasons.append("ONNX has no such operator: compute it from others")
-    return reasons
 
 
 def calls_any(exported: torch.export.ExportedProgram, operators: Container[Any]) -> bool:
