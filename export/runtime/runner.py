@@ -18,7 +18,7 @@ from vit_fast.config import DataConfig, Size
 from vit_fast.errors import UnsupportedInputError, VitFastError, check_choice, check_integer, check_type, pair
 from vit_fast.libraries.interface.image_model import Output
 
-from .metadata import CLASSES, ModelFileError, OnnxInfo, inspect_onnx, read_signature
+from .metadata import CLASSES, ModelFileError, OnnxInfo, Signature, inspect_onnx, read_signature
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -102,6 +102,45 @@ def open_session(
     return session
 
 
+def _parsed(device: str) -> tuple[str, int]:
+    match = re.fullmatch(r"auto|cpu|openvino|(?:cuda|tensorrt)(?::([0-9]{1,4}))?", device)
+    if match is None:
+        names = "'auto', 'cpu', 'cuda', 'cuda:N', 'tensorrt', 'tensorrt:N' or 'openvino'"
+        raise ValueError(f"device must be {names}, got {device!r}")
+    return device.partition(":")[0], int(match[1] or 0)
+
+
+def _chosen_size(signature: Signature, image_hw: Size) -> Size:
+    size, fixed = pair("image_hw", image_hw), signature.shape[2:]
+    if signature.takes_pixels:
+        raise ValueError(f"image_hw must be None, because the file resizes images itself, got {image_hw!r}")
+    if any(n is not None and n != side for n, side in zip(fixed, size)):
+        raise ValueError(f"image_hw must be {fixed}, the input size of the file, got {image_hw!r}")
+    return size
+
+
+def _allocated(signature: Signature, count: int, device: torch.device) -> list[Tensor]:
+    """Returns tensors for the outputs of `count` images."""
+    if any(tail is None for _, tail in signature.outputs.values()):
+        remedy = "pass io_binding=False and cuda_graph=False"
+        reason = f"the file must contain the shapes and known dtypes of its outputs: {remedy}"
+        raise UnsupportedInputError("IO binding", [reason])
+    kinds = [((count, *(tail or ())), getattr(torch, str(dtype))) for dtype, tail in signature.outputs.values()]
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds]
+
+
+def _run_named(session: Any, inputs: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Runs a session on arrays or tensors by name."""
+    arrays = {name: x.detach().cpu().numpy() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    try:
+        results = session.run(names, arrays)
+    except Exception as error:  # ONNX Runtime's exceptions share no base class
+        raise ValueError(f"the file does not support these inputs: {str(error)[:300]}") from error
+    device = next((x.device for x in inputs.values() if isinstance(x, Tensor)), None)
+    found = [y if device is None else torch.from_numpy(y).to(device) for y in results]
+    return dict(zip(names, found)) if len(found) > 1 else found[0]
+
+
 def outputs_of(found: Any) -> list[Any]:
     """Returns all outputs of a call of OnnxRunner."""
     return list(found.values()) if isinstance(found, dict) else [found]
@@ -146,11 +185,7 @@ class OnnxRunner:
         class_names: Sequence[str] | None = None, image_hw: Size | None = None, output: Output | None = None,
         optimize: bool = True,
     ) -> None:  # fmt: skip
-        match = re.fullmatch(r"auto|cpu|openvino|(?:cuda|tensorrt)(?::([0-9]{1,4}))?", device)
-        if match is None:
-            names = "'auto', 'cpu', 'cuda', 'cuda:N', 'tensorrt', 'tensorrt:N' or 'openvino'"
-            raise ValueError(f"device must be {names}, got {device!r}")
-        kind, index = device.partition(":")[0], int(match[1] or 0)
+        kind, index = _parsed(device)
         check_integer("max_batch", max_batch, 1)
         if threads is not None:
             check_integer("threads", threads, 1, MAX_THREADS)
@@ -176,13 +211,7 @@ class OnnxRunner:
         classes = tail[-1] if tail else None
         if known is not None and classes not in (None, len(known)) and self.output in CLASSES:
             raise ValueError(f"class_names must have {classes} names, one per class of {path}, got {len(known)}")
-        self.image_hw = signature.image_hw
-        if image_hw is not None:
-            self.image_hw, fixed = pair("image_hw", image_hw), signature.shape[2:]
-            if self.takes_pixels:
-                raise ValueError(f"image_hw must be None, because the file resizes images itself, got {image_hw!r}")
-            if any(n is not None and n != side for n, side in zip(fixed, self.image_hw)):
-                raise ValueError(f"image_hw must be {fixed}, the input size of the file, got {image_hw!r}")
+        self.image_hw = signature.image_hw if image_hw is None else _chosen_size(signature, image_hw)
         if cuda_graph and kind not in ("auto", "cuda"):
             raise UnsupportedInputError("cuda_graph=True", [f"the device must be cuda, got {kind}"])
         options: dict[str, Any] = {"threads": threads, "optimize": optimize, "fp8": self.info.fp8}
@@ -217,7 +246,7 @@ class OnnxRunner:
             ValueError: dtype or shape does not match the file.
         """
         if isinstance(images, Mapping):
-            return self._run_named(images)
+            return _run_named(self._session, images, list(self._signature.outputs))
         is_tensor = isinstance(images, Tensor)
         if self._named:
             names = ", ".join(entry["name"] for entry in self.info.inputs)
@@ -252,16 +281,6 @@ class OnnxRunner:
             y = torch.from_numpy(y) if is_tensor and not bound else y
             found[name] = y.to(images.device) if is_tensor else y
         return found if len(found) > 1 else y
-
-    def _run_named(self, inputs: Mapping[str, Any]) -> Any:
-        arrays = {name: x.detach().cpu().numpy() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-        try:
-            results = self._session.run(None, arrays)
-        except Exception as error:  # ONNX Runtime's exceptions share no base class
-            raise ValueError(f"{self.path} does not support these inputs: {str(error)[:300]}") from error
-        device = next((x.device for x in inputs.values() if isinstance(x, Tensor)), None)
-        found = [y if device is None else torch.from_numpy(y).to(device) for y in results]
-        return dict(zip(self._signature.outputs, found)) if len(found) > 1 else found[0]
 
     def probabilities(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Returns class probabilities [B, classes] of images; see `prepare` for the preprocessing.
@@ -314,14 +333,7 @@ class OnnxRunner:
 
     def _run_on_cuda(self, images: Tensor) -> list[Tensor]:
         images, signature = images.contiguous(), self._signature
-        if any(tail is None for _, tail in signature.outputs.values()):
-            remedy = "pass io_binding=False and cuda_graph=False"
-            reason = f"the file must contain the shapes and known dtypes of its outputs: {remedy}"
-            raise UnsupportedInputError("IO binding", [reason])
-        outputs = [
-            torch.empty((len(images), *(tail or ())), dtype=getattr(torch, str(dtype)), device=images.device)
-            for dtype, tail in signature.outputs.values()
-        ]
+        outputs = _allocated(signature, len(images), images.device)
         if self._graph_device is not None:  # a graph has fixed addresses
             if self._graph_buffers is None:
                 self._graph_buffers = (images.clone(), outputs)
