@@ -94,10 +94,11 @@ def test_every_size_fits(arch: str, shapes: list[tuple[int, ...]]) -> None:
 
 
 @pytest.mark.slow
-def test_batch_sizes_share_kernels() -> None:
-    """Includes the weight gradients, whose K is the number of rows."""
-    first, _ = compiled("sm_90", "list", [(50_432, 768, 768)])
-    both, _ = compiled("sm_90", "list", [(50_432, 768, 768), (50_433, 768, 768)])
+@pytest.mark.parametrize("shapes", [[(50_432, 768, 768), (50_433, 768, 768)], [(578, 578), (580, 580)]], ids=str)
+def test_sizes_share_kernels(shapes: list[tuple[int, ...]]) -> None:
+    """Includes the weight gradients, whose K is the number of rows, and strides of attention with and without 16."""
+    first, _ = compiled("sm_90", "list", shapes[:1])
+    both, _ = compiled("sm_90", "list", shapes)
     assert both == first
 
 

@@ -17,21 +17,21 @@ Sources: online softmax, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from ..launch import Launch, ceil_div
 from ..ptx import divided, wait_for_previous
-from .attention_launch import LOG2_E, UNSPECIALIZED, looped_launch, tiled_launch
+from .attention_launch import LOG2_E, constants_of, looped_launch, tiled_launch
 from .attention_policy import ForwardConfig, cover
 from .attention_tiles import (
     dot_add,
     dot_transposed,
+    integers,
     last_unmasked,
     load_tile,
+    mask_of_image,
     over_tiles,
     real_keys,
     rows_of_program,
@@ -46,67 +46,74 @@ LENGTH_CLASS = tl.constexpr(8)
 
 
 @triton.jit
-def _store_output(target, acc, inverse, o_scale_ptr, start, n_q, ROWS: tl.constexpr, FORM: tl.constexpr,
-                  TMA: tl.constexpr):  # fmt: skip
+def _store_results(o, lse_ptr, acc, total, lse, o_scale_ptr, row, start, n_q, ROWS: tl.constexpr, FORM):
+    """Stores lse, and o = acc / total [* o_scale], of a query tile. `row`: index of query 0 of the head in lse."""
+    inverse = 1.0 / total
+    rows = start + tl.arange(0, ROWS)
+    tl.store(lse_ptr + row + rows, lse, mask=rows < n_q)
     acc = scaled(acc, inverse[:, None])
     if o_scale_ptr is not None:
         if len(acc) > 1:
             acc = divided(acc[0], o_scale_ptr), divided(acc[1], o_scale_ptr)
         else:
             acc = (divided(acc[0], o_scale_ptr),)
-    store_tile(target, acc, start, n_q, ROWS, FORM, TMA)
+    store_tile(o, acc, start, n_q, ROWS, FORM)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit
+def _load_chunks(blocks, head, n_kv, COUNT: tl.constexpr, CHUNKS, STARTS, MASKED: tl.constexpr, FORM):
+    """Loads all keys or values of a head in COUNT tiles. Only the last one may extend past the last key."""
+    chunks = ()
+    for i in tl.static_range(COUNT):
+        chunk = load_tile(blocks[i] + head, STARTS[i], n_kv, CHUNKS[i], FORM, MASKED and i == COUNT - 1)
+        chunks = chunks + (chunk,)  # type: ignore[assignment]  # triton's tuple, whose length grows
+    return chunks
+
+
+@triton.jit
 def _attention_fwd_row_kernel(
-    # q, q_hi: pointers to q, or descriptors of blocks LO and HI (attention_tiles.py). k_a, k_b, k_c: k for 3 chunks
-    q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
+    # blocks LO and HI of tiles (attention_tiles.py); k_a, k_b, k_c: of the chunks of k
+    q_lo, q_hi, o_lo, o_hi, k_a_lo, k_a_hi, k_b_lo, k_b_hi, k_c_lo, k_c_hi,
+    v_a_lo, v_a_hi, v_b_lo, v_b_hi, v_c_lo, v_c_hi,
+    strides,  # of q, o, k and v
+    sizes,  # heads, N_q, N_kv
     lse_ptr,  # fp32 [B, H, N_q], contiguous
+    qk_scale,
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None
-    q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
-    v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n,
-    n_heads, n_q, n_kv, qk_scale,
-    D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_M: tl.constexpr, TILES: tl.constexpr,
-    CHUNK_A: tl.constexpr, CHUNK_B: tl.constexpr, CHUNK_C: tl.constexpr, SURE: tl.constexpr, MASKED: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    FORM, ROW, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(DEPENDENT)
+    BLOCK_M: tl.constexpr = ROW[0]
+    TILES: tl.constexpr = ROW[1]
+    CHUNKS: tl.constexpr = (ROW[2], ROW[3], ROW[4])
+    STARTS: tl.constexpr = (0, ROW[2], ROW[2] + ROW[3])
+    COUNT: tl.constexpr = 1 + (ROW[3] > 0) + (ROW[4] > 0)
+    SURE: tl.constexpr = ROW[5]
+    MASKED: tl.constexpr = ROW[6]
+    STAGES: tl.constexpr = ROW[7]
+    n_heads, n_q, n_kv = integers(sizes)
     groups = tl.cdiv(n_q, BLOCK_M * TILES)
     bh = tl.program_id(0) // groups
     group = tl.program_id(0) % groups
     b = bh // n_heads
     h = bh % n_heads
-    FORM: tl.constexpr = (D, LO, HI, WIDE, ALIGN)
-    CHUNKS: tl.constexpr = (CHUNK_A, CHUNK_B, CHUNK_C, 0)
-    STARTS: tl.constexpr = (0, CHUNK_A, CHUNK_A + CHUNK_B)
-    COUNT: tl.constexpr = 1 + (CHUNK_B > 0) + (CHUNK_C > 0)
-    queries = (q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n)
-    out = (o, o_hi, b, h, o_stride_b, o_stride_h, o_stride_n)
-    key_sources = ((k_a, k_a_hi), (k_b, k_b_hi), (k_c, k_c_hi))
-    value_sources = ((v_a, v_a_hi), (v_b, v_b_hi), (v_c, v_c_hi))
-
-    # only the last chunk may extend past the last key
-    keys = ()
-    values = ()
-    for i in tl.static_range(COUNT):
-        source = key_sources[i] + (b, h, k_stride_b, k_stride_h, k_stride_n)
-        chunk = load_tile(source, STARTS[i], n_kv, CHUNKS[i], FORM, TMA, MASKED and i == COUNT - 1)
-        keys = keys + (chunk,)  # type: ignore[assignment]  # triton's tuple, whose length grows
-    for i in tl.static_range(COUNT):
-        source = value_sources[i] + (b, h, v_stride_b, v_stride_h, v_stride_n)
-        chunk = load_tile(source, STARTS[i], n_kv, CHUNKS[i], FORM, TMA, MASKED and i == COUNT - 1)
-        values = values + (chunk,)  # type: ignore[assignment]  # triton's tuple
+    q_strides, o_strides, k_strides, v_strides = strides
+    q = (q_lo, q_hi, b, h, q_strides)  # [B, H, N_q, D]
+    o = (o_lo, o_hi, b, h, o_strides)  # [B, H, N_q, D]
+    k_blocks = ((k_a_lo, k_a_hi), (k_b_lo, k_b_hi), (k_c_lo, k_c_hi))
+    v_blocks = ((v_a_lo, v_a_hi), (v_b_lo, v_b_hi), (v_c_lo, v_c_hi))
+    keys = _load_chunks(k_blocks, (b, h, k_strides), n_kv, COUNT, CHUNKS, STARTS, MASKED, FORM)  # of k [B, H, N_kv, D]
+    values = _load_chunks(v_blocks, (b, h, v_strides), n_kv, COUNT, CHUNKS, STARTS, MASKED, FORM)
 
     for tile in tl.range(0, TILES, num_stages=STAGES):
         start = (group * TILES + tile) * BLOCK_M
-        qt = load_tile(queries, start, n_q, BLOCK_M, FORM, TMA, True)
+        qt = load_tile(q, start, n_q, BLOCK_M, FORM, True)
         scores = ()
         for i in tl.static_range(COUNT):
             score = dot_transposed(qt, keys[i])  # [BLOCK_M, CHUNK]
             if MASKED and i == COUNT - 1:
                 # SURE < n_kv <= SURE + LENGTH_CLASS: only LENGTH_CLASS columns need a comparison with n_kv
-                key = STARTS[i] + tl.arange(0, CHUNKS[i])
+                key = tl.arange(0, CHUNKS[i]) + STARTS[i]
                 real = (key < SURE) | ((key < SURE + LENGTH_CLASS) & (key < n_kv))
                 score = tl.where(real[None, :], score, float("-inf"))
             scores = scores + (score,)  # type: ignore[assignment]  # triton's tuple
@@ -121,31 +128,27 @@ def _attention_fwd_row_kernel(
             p = tl.math.exp2(scores[i] * qk_scale - row_max[:, None])
             total += tl.sum(p, 1)
             acc = dot_add(p, values[i], acc)
-        rows = start + tl.arange(0, BLOCK_M)
-        inverse = 1.0 / total
-        tl.store(lse_ptr + bh.to(tl.int64) * n_q + rows, row_max + tl.math.log2(total), mask=rows < n_q)
-        _store_output(out, acc, inverse, o_scale_ptr, start, n_q, BLOCK_M, FORM, TMA)
+        lse = row_max + tl.math.log2(total)
+        _store_results(o, lse_ptr, acc, total, lse, o_scale_ptr, bh.to(tl.int64) * n_q, start, n_q, BLOCK_M, FORM)
 
 
 @triton.jit
-def _online_step(
-    k, v, start, n_kv, queries, state,
-    KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
-):  # fmt: skip
+def _online_step(pair, start, n_kv, shared, state, KEYS: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr, FORM):
     """Adds keys start .. start + KEYS to the running maximum, sum and output of a query tile.
 
-    With `key_mask`, all keys so far may be masked. The running maximum is then -inf; `shift` is 0 to avoid -inf - -inf.
+    With a key mask, all keys so far may be masked. The running maximum is then -inf; `shift` is 0 to avoid -inf - -inf.
     """
-    qt, key_mask, qk_scale = queries
+    k, v = pair
+    qt, mask, qk_scale = shared
     row_max, total, acc = state
-    kt = load_tile(k, start, n_kv, KEYS, FORM, TMA, MASKED)
-    vt = load_tile(v, start, n_kv, KEYS, FORM, TMA, MASKED)
+    kt = load_tile(k, start, n_kv, KEYS, FORM, MASKED)
+    vt = load_tile(v, start, n_kv, KEYS, FORM, MASKED)
     scores = dot_transposed(qt, kt)  # [BLOCK_M, KEYS]
-    if MASKED or key_mask is not None:
-        scores = tl.where(real_keys(key_mask, start, n_kv, KEYS)[None, :], scores, float("-inf"))
+    if MASKED or mask[0] is not None:
+        scores = tl.where(real_keys(mask, start, n_kv, KEYS)[None, :], scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1) * qk_scale)
     shift = new_max
-    if key_mask is not None:
+    if mask[0] is not None:
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     p = tl.math.exp2(scores * qk_scale - shift[:, None])
     rescale = tl.math.exp2(row_max - shift)
@@ -155,61 +158,46 @@ def _online_step(
     return new_max, total, dot_add(p, vt, acc)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit
 def _attention_fwd_looped_kernel(
-    # q, q_hi: pointers to q, or descriptors of blocks LO and HI (attention_tiles.py)
-    # k_a: k for full tiles. k_b, k_c: k for the remaining keys
-    q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
+    # blocks LO and HI of tiles (attention_tiles.py); k_a: k for full tiles; k_b, k_c: k for the remaining keys
+    q_lo, q_hi, o_lo, o_hi, k_a_lo, k_a_hi, k_b_lo, k_b_hi, k_c_lo, k_c_hi,
+    v_a_lo, v_a_hi, v_b_lo, v_b_hi, v_c_lo, v_c_hi,
+    strides,  # of q, o, k and v
+    sizes, limits,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
+    qk_scale,
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None
-    sequences, key_mask,
-    q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
-    v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n, key_mask_stride_b,
-    n_sequences, n_heads, n_q, n_kv, qk_scale,
-    D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr,
-    TAIL_B: tl.constexpr, TAIL_C: tl.constexpr, MASKED: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    FORM, LOOP, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(DEPENDENT)
-    b, h, bh, start, begin, end, kv_end = rows_of_program(sequences, n_sequences, n_heads, n_q, n_kv, BLOCK_M)
-    FIXED: tl.constexpr = sequences is None and key_mask is None
-    FORM: tl.constexpr = (D, LO, HI, WIDE, ALIGN)
-    queries = (q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n)
-    out = (o, o_hi, b, h, o_stride_b, o_stride_h, o_stride_n)
-    keys = (k_a, k_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n)
-    values = (v_a, v_a_hi, b, h, v_stride_b, v_stride_h, v_stride_n)
-    last_keys = (k_b, k_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n)
-    last_values = (v_b, v_b_hi, b, h, v_stride_b, v_stride_h, v_stride_n)
+    BLOCK_M: tl.constexpr = LOOP[0]
+    FIXED: tl.constexpr = limits[0] is None and limits[2] is None
+    n_heads, n_q, n_kv = integers(sizes)
+    b, h, bh, start, begin, end, kv_end = rows_of_program(limits, n_heads, n_q, n_kv, BLOCK_M)
+    q_strides, o_strides, k_strides, v_strides = strides
+    q = (q_lo, q_hi, b, h, q_strides)  # [B, H, N_q, D]
+    o = (o_lo, o_hi, b, h, o_strides)  # [B, H, N_q, D]
+    full = (k_a_lo, k_a_hi, b, h, k_strides), (v_a_lo, v_a_hi, b, h, v_strides)  # k and v [B, H, N_kv, D]
+    tail_b = (k_b_lo, k_b_hi, b, h, k_strides), (v_b_lo, v_b_hi, b, h, v_strides)
+    tail_c = (k_c_lo, k_c_hi, b, h, k_strides), (v_c_lo, v_c_hi, b, h, v_strides)
+    mask = mask_of_image(limits, b)
     if not FIXED:
         if start >= end:
             return
-        if key_mask is not None:
-            key_mask += tl.cast(b, tl.int64) * key_mask_stride_b
-            kv_end = last_unmasked(key_mask, n_kv)
-    full_end = begin + (kv_end - begin) // BLOCK_N * BLOCK_N
+        if mask[0] is not None:
+            kv_end = last_unmasked(mask, n_kv)
 
-    qt = load_tile(queries, start, end, BLOCK_M, FORM, TMA and FIXED, True)
+    qt = load_tile(q, start, end, BLOCK_M, FORM, True)
     state = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32), zero_tile(BLOCK_M, FORM)
-    shared = (qt, key_mask, qk_scale)
-    state = over_tiles(
-        _online_step, keys, values, last_keys, last_values, shared, state, begin, full_end, kv_end,
-        BLOCK_N, FORM, TMA, STAGES, FIXED, FULL, TAIL_B, MASKED and TAIL_C == 0,
-    )  # fmt: skip
-    if TAIL_C > 0:
-        state = _online_step(
-            (k_c, k_c_hi, b, h, k_stride_b, k_stride_h, k_stride_n),
-            (v_c, v_c_hi, b, h, v_stride_b, v_stride_h, v_stride_n),
-            full_end + TAIL_B, n_kv, shared, state, TAIL_C, FORM, TMA, MASKED, False,
-        )  # fmt: skip
-    row_max, total, acc = state
+    row_max, total, acc = over_tiles(
+        _online_step, full, (tail_b, tail_c), (qt, mask, qk_scale), state, begin, kv_end, FIXED, FORM, LOOP
+    )
     lse = row_max + tl.math.log2(total)
     if not FIXED:  # queries without keys: with lse = inf, the backward computes p = 0
         lse = tl.where(total == 0.0, float("inf"), lse)
         total = tl.where(total == 0.0, 1.0, total)
-    rows = start + tl.arange(0, BLOCK_M)
-    tl.store(lse_ptr + bh.to(tl.int64) * n_q + rows, lse, mask=rows < end)
-    _store_output(out, acc, 1.0 / total, o_scale_ptr, start, end, BLOCK_M, FORM, TMA and FIXED)
+    _store_results(o, lse_ptr, acc, total, lse, o_scale_ptr, bh.to(tl.int64) * n_q, start, end, BLOCK_M, FORM)
 
 
 def forward_launch(
@@ -220,22 +208,20 @@ def forward_launch(
     """Returns the launch of the forward; `attention.attention_forward` describes the tensors."""
     n_kv, own, streamed = k.shape[2], {"q": q, "o": o}, {"k": k, "v": v}
     args = {"lse_ptr": lse, "o_scale_ptr": o_scale, "qk_scale": scale * LOG2_E}
-    constants: dict[str, Any] = {"DEPENDENT": config.dependent}
     if config.scheme == "looped":
+        constants = {"DEPENDENT": config.dependent}
         return looped_launch(
-            _attention_fwd_looped_kernel, own, streamed, config, args, sequences, key_mask, 2, constants
-        )  # fmt: skip
+            _attention_fwd_looped_kernel, own, streamed, config, args, constants, sequences, key_mask, tails=2
+        )
     chunks = cover(n_kv, config.block_n, config.chunks)
     if not chunks:
         raise ValueError(f"n_kv must be between 1 and {config.chunks * config.block_n} for {config}, got {n_kv}")
+    masked, sure = sum(chunks) != n_kv, (n_kv - 1) // LENGTH_CLASS.value * LENGTH_CLASS.value
     chunks = (*chunks, 0, 0)[:3]
     tiles = ceil_div(q.shape[2], config.block_m)
     groups = ceil_div(tiles, config.tiles)
-    constants |= {
-        "BLOCK_M": config.block_m, "TILES": ceil_div(tiles, max(groups, 1)),
-        "CHUNK_A": chunks[0], "CHUNK_B": chunks[1], "CHUNK_C": chunks[2], "MASKED": sum(chunks) != n_kv,
-        "SURE": (n_kv - 1) // LENGTH_CLASS.value * LENGTH_CLASS.value,
-    }  # fmt: skip
+    row = constants_of(config.block_m, ceil_div(tiles, max(groups, 1)), *chunks, sure, masked, config.num_stages)
+    constants = {"ROW": row, "DEPENDENT": config.dependent}
     return tiled_launch(
-        _attention_fwd_row_kernel, own, streamed, config.block_m, chunks, groups, config, args, constants
+        _attention_fwd_row_kernel, own, streamed, config, args, constants, config.block_m, chunks, groups
     )

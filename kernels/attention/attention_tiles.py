@@ -16,12 +16,17 @@ BLOCK + i, at least one per tile. Superfluous programs do nothing. Each program 
 A tile holds ROWS rows of one head, [ROWS, D]. Triton's blocks have power-of-two sizes. A tile is therefore a tuple of
 one or two blocks, LO and HI columns wide (80 = 64 + 16). One block of 128 columns would need more loads and MMAs.
 
-Related arguments are grouped:
+Related arguments are grouped. `attention_launch.py` makes the arguments of the kernels:
 
-- source, target: (lo, hi, image, head, stride of images, stride of heads, stride of rows) of a tensor [B, H, N, D] with
-  last stride 1. With TMA, lo and hi are descriptors of the blocks. Without TMA, lo points to the tensor and hi is not
-  used. Strides are in units of ALIGN elements: the constant factor ALIGN shows the compiler the alignment.
-- FORM: (D, LO, HI, WIDE, ALIGN). HI is 0 if there is no second block. WIDE: offsets within a tile need int64.
+- FORM: constants (D, LO, HI, WIDE, ALIGN). HI is 0 if there is no second block. WIDE: offsets within a tile need int64.
+- tensor: (lo, hi, image, head, strides) of a tensor [B, H, N, D] with last stride 1. lo and hi are TMA descriptors of
+  the blocks, or lo points to the tensor and hi is not used. strides: of images, heads and rows, times 16 / ALIGN, where
+  ALIGN is the largest power of two, up to 16, that divides all strides.
+- LOOP: constants (rows of a program, rows of a loop step, FULL, TAIL_A, TAIL_B, MASKED, STAGES); see `over_tiles`.
+- sizes: (heads, N_q, N_kv). limits: (sequences, number of sequences, key_mask, its stride), or None.
+
+Triton compiles a kernel again if an integer in a tuple becomes 1 or a multiple of 16. Therefore, all of them are
+multiples of 16: the launcher multiplies sizes by 16, and strides by 16 / ALIGN.
 """
 
 from __future__ import annotations
@@ -32,6 +37,12 @@ import triton.language as tl
 _TF32 = tl.constexpr("tf32")  # triton 3.6 fails if the default of an argument is a string
 _WAYS = tl.constexpr(128)  # entries of `sequences` compared at once; two comparisons search 16,384 entries
 _KEYS_AT_ONCE = tl.constexpr(1024)
+
+
+@triton.jit
+def integers(multiples):
+    """Returns three integers that the launcher multiplied by 16."""
+    return multiples[0] >> 4, multiples[1] >> 4, multiples[2] >> 4
 
 
 @triton.jit
@@ -67,17 +78,18 @@ def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rows_of_program(sequences, n_sequences, n_heads, n_rows, n_others, BLOCK: tl.constexpr):
+def rows_of_program(limits, n_heads, n_rows, n_others, BLOCK: tl.constexpr):
     """Returns (b, h, bh, start, begin, end, others_end): image, head, b * n_heads + h; the rest as in `_find_rows`.
 
     Programs of one head are adjacent on the grid, so that the tensors over which they loop stay in L2.
     """
-    if sequences is not None:
+    if limits[0] is not None:
+        n_sequences = limits[1] >> 4
         slots = n_rows // BLOCK + n_sequences + 1
         b = 0
         h = tl.program_id(0) // slots
         bh = h
-        start, begin, end, others_end = _find_rows(sequences, n_sequences, n_rows, tl.program_id(0) % slots, BLOCK)
+        start, begin, end, others_end = _find_rows(limits[0], n_sequences, n_rows, tl.program_id(0) % slots, BLOCK)
     else:
         tiles = tl.cdiv(n_rows, BLOCK)
         bh = tl.program_id(0) // tiles
@@ -91,107 +103,117 @@ def rows_of_program(sequences, n_sequences, n_heads, n_rows, n_others, BLOCK: tl
 
 
 @triton.jit
-def real_keys(key_mask, start, n_kv, KEYS: tl.constexpr):
-    """Returns a mask [KEYS], True for keys start .. start + KEYS that exist and are not masked by `key_mask`."""
+def mask_of_image(limits, b):
+    """Returns a tuple of a pointer to the key mask of image b; or of None."""
+    if limits[2] is None:
+        return (limits[2],)
+    else:
+        return (limits[2] + tl.cast(b, tl.int64) * (limits[3] >> 4),)
+
+
+@triton.jit
+def real_keys(mask, start, n_kv, KEYS: tl.constexpr):
+    """Returns a mask [KEYS], True for keys start .. start + KEYS that exist and are not masked by `mask_of_image`."""
     key = start + tl.arange(0, KEYS)
     real = key < n_kv
-    if key_mask is not None:
-        real = real & (tl.load(key_mask + key, mask=real, other=0) != 0)
+    if mask[0] is not None:
+        real = real & (tl.load(mask[0] + key, mask=real, other=0) != 0)
     return real
 
 
 @triton.jit
-def last_unmasked(key_mask, n_keys):
+def last_unmasked(mask, n_keys):
     """Returns the index after the last unmasked key; 0 if all are masked."""
     end = 0
     for first in range(0, n_keys, _KEYS_AT_ONCE):
         key = first + tl.arange(0, _KEYS_AT_ONCE)
-        real = tl.load(key_mask + key, mask=key < n_keys, other=0) != 0
+        real = tl.load(mask[0] + key, mask=key < n_keys, other=0) != 0
         end = tl.maximum(end, tl.max(tl.where(real, key + 1, 0), 0))
     return end
 
 
 @triton.jit
-def _pointers(source, start, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, FORM: tl.constexpr):
-    """Returns pointers [ROWS, COLS] to a block; the offset of the tile is int64."""
-    pointer, _, b, h, stride_b, stride_h, stride_n = source
-    WIDE: tl.constexpr = FORM[3]
+def _stride(strides, AXIS: tl.constexpr, FORM):
+    """Returns a stride in elements. Triton sees that it is a multiple of ALIGN."""
     ALIGN: tl.constexpr = FORM[4]
-    row = tl.arange(0, ROWS)
-    if WIDE:
-        row = row.to(tl.int64)
-    offsets = row[:, None] * stride_n * ALIGN + (COLUMN + tl.arange(0, COLS))[None, :]
-    pointer += (tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h) * ALIGN
-    return pointer + (tl.cast(start, tl.int64) * stride_n * ALIGN + offsets)
+    if ALIGN == 16:
+        return strides[AXIS]
+    else:
+        return (strides[AXIS] >> 4) * ALIGN
 
 
 @triton.jit
-def _mask(start, n_rows, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr):
+def _pointers(tensor, start, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, FORM):
+    """Returns pointers [ROWS, COLS] to a block; the offset of the tile is int64."""
+    pointer, _, b, h, strides = tensor
+    stride_n = _stride(strides, 2, FORM)
+    row = tl.arange(0, ROWS)
+    if FORM[3]:
+        row = row.to(tl.int64)
+    offsets = row[:, None] * stride_n + (tl.arange(0, COLS) + COLUMN)[None, :]
+    pointer += tl.cast(b, tl.int64) * _stride(strides, 0, FORM) + tl.cast(h, tl.int64) * _stride(strides, 1, FORM)
+    return pointer + (tl.cast(start, tl.int64) * stride_n + offsets)
+
+
+@triton.jit
+def _mask(start, n_rows, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, FORM):
     """Returns a mask [ROWS, COLS] of a block, True for elements with row < n_rows and column < D."""
-    mask = (start + tl.arange(0, ROWS))[:, None] < n_rows
-    if COLUMN + COLS > D:
-        mask = mask & ((COLUMN + tl.arange(0, COLS))[None, :] < D)
+    mask = (tl.arange(0, ROWS) + start)[:, None] < n_rows
+    if COLUMN + COLS > FORM[0]:
+        mask = mask & ((tl.arange(0, COLS) + COLUMN)[None, :] < FORM[0])
     return mask
 
 
 @triton.jit
-def _load_block(
-    source, start, n_rows, INDEX: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
+def _load_block(tensor, start, n_rows, INDEX: tl.constexpr, ROWS: tl.constexpr, FORM, MASKED: tl.constexpr):
     """Loads the LO (INDEX 0) or HI (INDEX 1) block of a tile; see `load_tile`."""
-    D: tl.constexpr = FORM[0]
     COLS: tl.constexpr = FORM[1 + INDEX]
-    COLUMN: tl.constexpr = INDEX * FORM[1]
-    if TMA:
-        block = source[INDEX].load([source[2], source[3], start, COLUMN]).reshape(ROWS, COLS)
+    COLUMN: tl.constexpr = FORM[1] * INDEX
+    if isinstance(tensor[0], tl.tensor_descriptor):
+        block = tensor[INDEX].load([tensor[2], tensor[3], start, COLUMN]).reshape(ROWS, COLS)
     else:
-        pointers = _pointers(source, start, COLUMN, ROWS, COLS, FORM)
+        pointers = _pointers(tensor, start, COLUMN, ROWS, COLS, FORM)
         if MASKED:
-            block = tl.load(pointers, mask=_mask(start, n_rows, COLUMN, ROWS, COLS, D), other=0.0)
-        elif COLUMN + COLS > D:
-            block = tl.load(pointers, mask=(COLUMN + tl.arange(0, COLS))[None, :] < D, other=0.0)
+            block = tl.load(pointers, mask=_mask(start, n_rows, COLUMN, ROWS, COLS, FORM), other=0.0)
+        elif COLUMN + COLS > FORM[0]:
+            block = tl.load(pointers, mask=(tl.arange(0, COLS) + COLUMN)[None, :] < FORM[0], other=0.0)
         else:
             block = tl.load(pointers)
     return block
 
 
 @triton.jit
-def load_tile(source, start, n_rows, ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr):
+def load_tile(tensor, start, n_rows, ROWS: tl.constexpr, FORM, MASKED: tl.constexpr):
     """Loads rows start .. start + ROWS of one head. Rows past n_rows (MASKED) or past the tensor's end (TMA) are 0."""
-    lo = _load_block(source, start, n_rows, 0, ROWS, FORM, TMA, MASKED)
+    lo = _load_block(tensor, start, n_rows, 0, ROWS, FORM, MASKED)
     if FORM[2] > 0:
-        return lo, _load_block(source, start, n_rows, 1, ROWS, FORM, TMA, MASKED)
+        return lo, _load_block(tensor, start, n_rows, 1, ROWS, FORM, MASKED)
     else:
         return (lo,)
 
 
 @triton.jit
-def _store_block(
-    target, values, start, n_rows, INDEX: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr
-):
-    D: tl.constexpr = FORM[0]
+def _store_block(tensor, values, start, n_rows, INDEX: tl.constexpr, ROWS: tl.constexpr, FORM):
     COLS: tl.constexpr = FORM[1 + INDEX]
-    COLUMN: tl.constexpr = INDEX * FORM[1]
-    if TMA:
-        block = values.to(target[INDEX].dtype).reshape(1, 1, ROWS, COLS)
-        target[INDEX].store([target[2], target[3], start, COLUMN], block)
+    COLUMN: tl.constexpr = FORM[1] * INDEX
+    if isinstance(tensor[0], tl.tensor_descriptor):
+        block = values.to(tensor[INDEX].dtype).reshape(1, 1, ROWS, COLS)
+        tensor[INDEX].store([tensor[2], tensor[3], start, COLUMN], block)
     else:
-        pointers = _pointers(target, start, COLUMN, ROWS, COLS, FORM)
-        values = values.to(target[0].dtype.element_ty)
-        tl.store(pointers, values, mask=_mask(start, n_rows, COLUMN, ROWS, COLS, D))
+        pointers = _pointers(tensor, start, COLUMN, ROWS, COLS, FORM)
+        values = values.to(tensor[0].dtype.element_ty)
+        tl.store(pointers, values, mask=_mask(start, n_rows, COLUMN, ROWS, COLS, FORM))
 
 
 @triton.jit
-def store_tile(target, tile, start, n_rows, ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr):
+def store_tile(tensor, tile, start, n_rows, ROWS: tl.constexpr, FORM):
     """Stores rows start .. start + ROWS of one head; skips rows past n_rows (with TMA, past the end of the tensor)."""
-    _store_block(target, tile[0], start, n_rows, 0, ROWS, FORM, TMA)
-    if FORM[2] > 0:
-        _store_block(target, tile[1], start, n_rows, 1, ROWS, FORM, TMA)
+    for i in tl.static_range(len(tile)):
+        _store_block(tensor, tile[i], start, n_rows, i, ROWS, FORM)
 
 
 @triton.jit
-def zero_tile(ROWS: tl.constexpr, FORM: tl.constexpr):
+def zero_tile(ROWS: tl.constexpr, FORM):
     lo = tl.zeros((ROWS, FORM[1]), tl.float32)
     if FORM[2] > 0:
         return lo, tl.zeros((ROWS, FORM[2]), tl.float32)
@@ -238,38 +260,44 @@ def dot_add(weights, tile, acc, PRECISION: tl.constexpr = _TF32):
 
 
 @triton.jit
-def over_tiles(
-    step: tl.constexpr, first, second, last_first, last_second, shared, state, begin, full_end, end,
-    BLOCK: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-    FIXED: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def over_tiles(step: tl.constexpr, full, tails, shared, state, begin, end, FIXED: tl.constexpr, FORM, LOOP):
     """Calls `step` for each tile of rows begin .. end of two streamed tensors; returns the final `state`.
 
-    For fixed inputs, the full tiles (if FULL) are followed by a tile of TAIL rows (if TAIL > 0). For packed and masked
-    inputs with TMA, the last, partial tile is loaded through masked pointers. TMA would also load rows past `end`. A
-    NaN there would spread, as 0 * NaN = NaN. Without TMA, one loop masks all tiles of these inputs, because separate
-    loops for full and last tiles would spill.
+    For fixed inputs, the full tiles (if FULL) are followed by tiles of TAIL_A and TAIL_B rows (if > 0). Only the last
+    tile may need a mask (MASKED). For packed and masked inputs with TMA, the last, partial tile is loaded through
+    masked pointers. TMA would also load rows past `end`. A NaN there would spread, as 0 * NaN = NaN. Without TMA, one
+    loop masks all tiles of these inputs, because separate loops for full and last tiles would spill.
 
     Args:
-        step: Function (first, second, start, end, shared, state, ROWS, FORM, TMA, MASKED, FIRST) that returns the new
-            state. FIRST: True only if `state` is the initial state.
-        first, second: Sources of full tiles.
-        last_first, last_second: Sources of the last tile, or of all tiles if one loop masks all tiles.
+        step: Function (pair, start, end, shared, state, ROWS, MASKED, FIRST, FORM) that returns the new state. FIRST:
+            True only if `state` is the initial state.
+        full: Pair of tensors, for full tiles.
+        tails: One or two pairs of tensors: the last tiles, or pointers for masked tiles.
     """
+    STEP: tl.constexpr = LOOP[1]
+    FULL: tl.constexpr = LOOP[2]
+    TAIL_A: tl.constexpr = LOOP[3]
+    TAIL_B: tl.constexpr = LOOP[4]
+    MASKED: tl.constexpr = LOOP[5]
+    STAGES: tl.constexpr = LOOP[6]
+    TMA: tl.constexpr = isinstance(full[0][0], tl.tensor_descriptor)
+    full_end = begin + (end - begin) // STEP * STEP
     if FIXED and FULL and TMA:
         # If the loop could be empty, the compiler would merge the accumulators of asynchronous wgmma with zeros, and
         # ptxas would serialize wgmma (warning C7515). This happens only in loops with TMA loads.
         tl.assume(full_end > 0)
     if FULL or (TMA and not FIXED):
-        for start in tl.range(begin, full_end, BLOCK, num_stages=STAGES):
-            state = step(first, second, start, end, shared, state, BLOCK, FORM, TMA, False, False)
+        for start in tl.range(begin, full_end, STEP, num_stages=STAGES):
+            state = step(full, start, end, shared, state, STEP, False, False, FORM)
     if FIXED:
-        if TAIL > 0:
-            state = step(last_first, last_second, full_end, end, shared, state, TAIL, FORM, TMA, MASKED, not FULL)
+        if TAIL_A > 0:
+            state = step(tails[0], full_end, end, shared, state, TAIL_A, MASKED and TAIL_B == 0, not FULL, FORM)
+        if TAIL_B > 0:
+            state = step(tails[1], full_end + TAIL_A, end, shared, state, TAIL_B, MASKED, False, FORM)
     elif TMA:
         if full_end < end:
-            state = step(last_first, last_second, full_end, end, shared, state, BLOCK, FORM, False, True, False)
+            state = step(tails[0], full_end, end, shared, state, STEP, True, False, FORM)
     else:
-        for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
-            state = step(last_first, last_second, start, end, shared, state, BLOCK, FORM, False, True, False)
+        for start in tl.range(begin, end, STEP, num_stages=STAGES):
+            state = step(tails[0], start, end, shared, state, STEP, True, False, FORM)
     return state

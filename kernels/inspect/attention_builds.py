@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..attention.attention import attention_backward, attention_forward
 from ..device import has_fp8, matrix_instruction
@@ -85,7 +86,8 @@ def _builds(
         needs: tuple[str, ...] = ()
         if dtype != torch.float32 and access != "scalar" and form != "to e4m3":
             stores = ("tma_stores",) if form == "fixed" else ()  # with packed or masked inputs, only loads use TMA
-            needs = (matrix_instruction(arch), *(("tma_loads", *stores) if launch.constants["TMA"] else ()))
+            tma = any(isinstance(value, TensorDescriptor) for value in launch.args.values())
+            needs = (matrix_instruction(arch), *(("tma_loads", *stores) if tma else ()))
         kernel = launch.kernel.__name__.strip("_").removesuffix("_kernel")
         case = f"{_NAMES[dtype]} {lengths} D{head_dim} B{batch} {access}{ending}"
         yield Build(kernel, case, launch, core=core, needs=needs)
