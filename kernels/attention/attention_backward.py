@@ -22,14 +22,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import Launch
+from ..launch import Launch, decoded
 from .attention_launch import LOG2_E, looped_launch
 from .attention_policy import BackwardConfig
 from .attention_tiles import (
     chosen,
     dot_add,
     dot_transposed,
-    integers,
     last_unmasked,
     load_tile,
     mask_of_image,
@@ -91,7 +90,7 @@ def _attention_bwd_dq_kernel(
 ):  # fmt: skip
     BLOCK_M: tl.constexpr = LOOP[0]
     FIXED: tl.constexpr = limits[0] is None and limits[2] is None
-    n_heads, n_q, n_kv = integers(sizes)
+    n_heads, n_q, n_kv = decoded(sizes[0]), decoded(sizes[1]), decoded(sizes[2])
     b, h, bh, start, begin, end, kv_end = rows_of_program(limits, n_heads, n_q, n_kv, BLOCK_M)
     q_strides, do_strides, o_strides, dq_strides, k_strides, v_strides = strides
     q = (q_lo, q_hi, b, h, q_strides)  # [B, H, N_q, D]
@@ -153,7 +152,7 @@ def _attention_bwd_dkdv_kernel(
 ):  # fmt: skip
     BLOCK_N: tl.constexpr = LOOP[0]
     FIXED: tl.constexpr = limits[0] is None and limits[2] is None
-    n_heads, n_q, n_kv = integers(sizes)
+    n_heads, n_q, n_kv = decoded(sizes[0]), decoded(sizes[1]), decoded(sizes[2])
     b, h, bh, start, begin, end, q_end = rows_of_program(limits, n_heads, n_kv, n_q, BLOCK_N)
     k_strides, v_strides, dk_strides, dv_strides, q_strides, do_strides = strides
     k = (k_lo, k_hi, b, h, k_strides)  # [B, H, N_kv, D]

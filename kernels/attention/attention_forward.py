@@ -21,14 +21,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import Launch, ceil_div
+from ..launch import Launch, ceil_div, decoded
 from ..ptx import divided, wait_for_previous
-from .attention_launch import LOG2_E, constants_of, looped_launch, tiled_launch
+from .attention_launch import LOG2_E, looped_launch, tiled_launch
 from .attention_policy import ForwardConfig, cover
 from .attention_tiles import (
     dot_add,
     dot_transposed,
-    integers,
     last_unmasked,
     load_tile,
     mask_of_image,
@@ -91,7 +90,7 @@ def _attention_fwd_row_kernel(
     SURE: tl.constexpr = ROW[5]
     MASKED: tl.constexpr = ROW[6]
     STAGES: tl.constexpr = ROW[7]
-    n_heads, n_q, n_kv = integers(sizes)
+    n_heads, n_q, n_kv = decoded(sizes[0]), decoded(sizes[1]), decoded(sizes[2])
     groups = tl.cdiv(n_q, BLOCK_M * TILES)
     bh = tl.program_id(0) // groups
     group = tl.program_id(0) % groups
@@ -173,7 +172,7 @@ def _attention_fwd_looped_kernel(
     wait_for_previous(DEPENDENT)
     BLOCK_M: tl.constexpr = LOOP[0]
     FIXED: tl.constexpr = limits[0] is None and limits[2] is None
-    n_heads, n_q, n_kv = integers(sizes)
+    n_heads, n_q, n_kv = decoded(sizes[0]), decoded(sizes[1]), decoded(sizes[2])
     b, h, bh, start, begin, end, kv_end = rows_of_program(limits, n_heads, n_q, n_kv, BLOCK_M)
     q_strides, o_strides, k_strides, v_strides = strides
     q = (q_lo, q_hi, b, h, q_strides)  # [B, H, N_q, D]
@@ -220,7 +219,7 @@ def forward_launch(
     chunks = (*chunks, 0, 0)[:3]
     tiles = ceil_div(q.shape[2], config.block_m)
     groups = ceil_div(tiles, config.tiles)
-    row = constants_of(config.block_m, ceil_div(tiles, max(groups, 1)), *chunks, sure, masked, config.num_stages)
+    row = config.block_m, ceil_div(tiles, max(groups, 1)), *chunks, sure, masked, config.num_stages
     constants = {"ROW": row, "DEPENDENT": config.dependent}
     return tiled_launch(
         _attention_fwd_row_kernel, own, streamed, config, args, constants, config.block_m, chunks, groups

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
-import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..launch import Launch, ceil_div
+from ..launch import Launch, ceil_div, unspecialized
 from .attention_policy import BackwardConfig, ForwardConfig, cover, split_head_dim
 
 LOG2_E = 1.4426950408889634
@@ -79,12 +77,6 @@ def _common_alignment(*tensors: torch.Tensor) -> int:
     return math.gcd(16, *used)
 
 
-@lru_cache(maxsize=4096, typed=True)
-def constants_of(*values: int) -> tuple[Any, ...]:
-    """Returns a tuple argument of compile-time constants."""
-    return tuple(map(tl.constexpr, values))
-
-
 def looped_launch(
     kernel: Any, own: Mapping[str, torch.Tensor], streamed: Mapping[str, torch.Tensor],
     config: ForwardConfig | BackwardConfig, args: Mapping[str, Any], constants: Mapping[str, Any],
@@ -99,10 +91,10 @@ def looped_launch(
     rest = length % step if fixed else 0
     tail = (*cover(rest, step, tails), 0, 0)[:2]
     limits = (
-        sequences, None if sequences is None else 16 * (sequences.shape[0] - 1),
-        key_mask, None if key_mask is None else 16 * key_mask.stride(0),
+        sequences, None if sequences is None else unspecialized(sequences.shape[0] - 1),
+        key_mask, None if key_mask is None else unspecialized(key_mask.stride(0)),
     )  # fmt: skip
-    loop = constants_of(block, step, length >= step and fixed, *tail, sum(tail) != rest, config.num_stages)
+    loop = block, step, length >= step and fixed, *tail, sum(tail) != rest, config.num_stages
     args, constants = {**args, "limits": limits}, {**constants, "LOOP": loop}
     tiles = ceil_div(next(iter(own.values())).shape[2], block)
     return tiled_launch(kernel, own, streamed, config, args, constants, block, (step, *tail[:tails]), tiles)
@@ -136,9 +128,9 @@ def tiled_launch(
     args = {
         **{f"{name}_{part}": block for name, pair in blocks.items() for part, block in zip(("lo", "hi"), pair)},
         "strides": tuple(tuple(16 * (step // align) for step in tensor.stride()[:3]) for tensor in tensors.values()),
-        "sizes": tuple(16 * size for size in sizes), **args,
+        "sizes": tuple(map(unspecialized, sizes)), **args,
     }  # fmt: skip
-    form = constants_of(head_dim, *split_head_dim(head_dim), wide, align)
+    form = head_dim, *split_head_dim(head_dim), wide, align
     return Launch(
         kernel, (programs,), args, {"FORM": form, **constants},
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg, device=rows.device,

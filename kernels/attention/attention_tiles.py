@@ -25,8 +25,7 @@ Related arguments are grouped. `attention_launch.py` makes the arguments of the 
 - LOOP: constants (rows of a program, rows of a loop step, FULL, TAIL_A, TAIL_B, MASKED, STAGES); see `over_tiles`.
 - sizes: (heads, N_q, N_kv). limits: (sequences, number of sequences, key_mask, its stride), or None.
 
-Triton compiles a kernel again if an integer in a tuple becomes 1 or a multiple of 16. Therefore, all of them are
-multiples of 16: the launcher multiplies sizes by 16, and strides by 16 / ALIGN.
+The launcher encodes integers with `unspecialized` (launch.py), except for strides, all of which are multiples of 16.
 """
 
 from __future__ import annotations
@@ -34,15 +33,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..launch import decoded
+
 _TF32 = tl.constexpr("tf32")  # triton 3.6 fails if the default of an argument is a string
 _WAYS = tl.constexpr(128)  # entries of `sequences` compared at once; two comparisons search 16,384 entries
 _KEYS_AT_ONCE = tl.constexpr(1024)
-
-
-@triton.jit
-def integers(multiples):
-    """Returns three integers that the launcher multiplied by 16."""
-    return multiples[0] >> 4, multiples[1] >> 4, multiples[2] >> 4
 
 
 @triton.jit
@@ -84,7 +79,7 @@ def rows_of_program(limits, n_heads, n_rows, n_others, BLOCK: tl.constexpr):
     Programs of one head are adjacent on the grid, so that the tensors over which they loop stay in L2.
     """
     if limits[0] is not None:
-        n_sequences = limits[1] >> 4
+        n_sequences = decoded(limits[1])
         slots = n_rows // BLOCK + n_sequences + 1
         b = 0
         h = tl.program_id(0) // slots
@@ -108,7 +103,7 @@ def mask_of_image(limits, b):
     if limits[2] is None:
         return (limits[2],)
     else:
-        return (limits[2] + tl.cast(b, tl.int64) * (limits[3] >> 4),)
+        return (limits[2] + tl.cast(b, tl.int64) * decoded(limits[3]),)
 
 
 @triton.jit
