@@ -17,6 +17,8 @@ Sources: online softmax, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -122,7 +124,7 @@ def _attention_fwd_row_kernel(
         row_max = row_max * qk_scale
         p = tl.math.exp2(scores[0] * qk_scale - row_max[:, None])  # type: ignore[misc]  # not empty
         total = tl.sum(p, 1)
-        acc = dot_add(p, values[0], (None, None))  # type: ignore[misc]  # not empty
+        acc = dot_add(p, values[0], (None, None))
         for i in tl.static_range(1, COUNT):
             p = tl.math.exp2(scores[i] * qk_scale - row_max[:, None])
             total += tl.sum(p, 1)
@@ -207,8 +209,8 @@ def forward_launch(
     """Returns the launch of the forward; `attention.attention_forward` describes the tensors."""
     n_kv, own, streamed = k.shape[2], {"q": q, "o": o}, {"k": k, "v": v}
     args = {"lse_ptr": lse, "o_scale_ptr": o_scale, "qk_scale": scale * LOG2_E}
+    constants: dict[str, Any] = {"DEPENDENT": config.dependent}
     if config.scheme == "looped":
-        constants = {"DEPENDENT": config.dependent}
         return looped_launch(
             _attention_fwd_looped_kernel, own, streamed, config, args, constants, sequences, key_mask, tails=2
         )
@@ -219,8 +221,7 @@ def forward_launch(
     chunks = (*chunks, 0, 0)[:3]
     tiles = ceil_div(q.shape[2], config.block_m)
     groups = ceil_div(tiles, config.tiles)
-    row = config.block_m, ceil_div(tiles, max(groups, 1)), *chunks, sure, masked, config.num_stages
-    constants = {"ROW": row, "DEPENDENT": config.dependent}
+    constants["ROW"] = config.block_m, ceil_div(tiles, max(groups, 1)), *chunks, sure, masked, config.num_stages
     return tiled_launch(
         _attention_fwd_row_kernel, own, streamed, config, args, constants, config.block_m, chunks, groups
     )
