@@ -15,9 +15,11 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import reference
+from ..ops import qk_norm_rope, reference
+from ..ops.attention import attention_among
 from ..ops.backends import resolve_backend
 from ..ops.block import fused_block
 from ..ops.descriptions import BlockTensors, Keys, Rope, interleave
@@ -130,15 +132,38 @@ def _run_fused(
     return (x + half.drop_path(y), None) if dropping else (y, emitted)
 
 
-def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
-    """Runs norm and MLP with residual, the second half of a block, [..., C] -> [..., C]."""
+def run_attention(parts: AttentionParts, x: Tensor, backend: str, residual: bool = True) -> Tensor:
+    """Runs an attention half without rotary embeddings on [B, N, C]; `parts.norm` may be None."""
+    dropping, norm = parts.drops_path(), parts.norm
+    residual = residual and not dropping
+    if norm is not None and resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
+        y = fused_block(
+            x, None, block_tensors(parts, None), eps=(norm.eps, 0.0), norm=norm.kind, heads=parts.num_heads,
+            attention_scale=parts.scale, qk_norm=None if parts.qk_norm is None else parts.qk_norm.now(),
+            residual=residual,
+        )[0]  # fmt: skip
+    else:
+        normed = x if norm is None else reference.normalize(x, norm.now())
+        qkv = F.linear(normed, *parts.qkv.tensors()).unflatten(-1, (3, parts.num_heads, -1))
+        if parts.qk_norm is not None:
+            qkv = qk_norm_rope(qkv, qk_norm=parts.qk_norm.now(), backend=backend)
+        mixed = attention_among(qkv, None, scale=parts.scale, backend=backend).flatten(2)
+        weight, bias, layer_scale = parts.with_scale(parts.proj)
+        y = F.linear(mixed, weight, bias)
+        y = y if layer_scale is None else y * layer_scale
+        y = x + y if residual else y
+    return x + parts.drop_path(y) if dropping else y
+
+
+def run_mlp(parts: MlpParts, x: Tensor, backend: str, residual: bool = True) -> Tensor:
+    """Runs norm and MLP, by default with residual, the second half of a block, [..., C] -> [..., C]."""
     dropping = parts.drops_path()
     tensors, eps = block_tensors(None, parts), parts.norm.eps
     options: dict[str, Any] = {"norm": parts.norm.kind, "activation": parts.activation, "inner_norm": parts.inner}
     if resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
-        y = fused_block(x, None, tensors, eps=(0.0, eps), residual=not dropping, **options)[0]
+        y = fused_block(x, None, tensors, eps=(0.0, eps), residual=residual and not dropping, **options)[0]
     else:
-        y = reference.layer_norm_mlp(x, tensors, eps=eps, residual=not dropping, **options)
+        y = reference.layer_norm_mlp(x, tensors, eps=eps, residual=residual and not dropping, **options)
     return x + parts.drop_path(y) if dropping else y
 
 

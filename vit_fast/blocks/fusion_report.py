@@ -65,7 +65,7 @@ class FusionReport:
             for reason in [*module.reasons, *(_condition(module) if module.name else [])]
         ]
         if not self.modules:
-            reasons = ["the model contains no attention or MLP of a supported class (docs/classes.md)"]
+            reasons = ["the model contains no attention or MLP of a supported class: pass example= to fuse any class"]
         raise_unsupported("fuse did not fuse the whole model", reasons)
         return self
 

@@ -26,19 +26,19 @@ _LITERALS = (bool, int, float, str, tuple)
 
 @dataclass(frozen=True)
 class NormParts:
-    """A normalization over the last axis; `module` holds weight and, for a LayerNorm, bias."""
+    """A normalization over the last axis. An RMSNorm has no bias."""
 
-    module: Any
+    weight: Slot | None
+    bias: Slot | None
     kind: str  # "layer_norm" or "rms_norm"
     eps: float
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        names = ("weight", "bias") if self.kind == "layer_norm" else ("weight",)
-        return tuple((self.module, name) for name in names)
+        return tuple(slot for slot in (self.weight, self.bias) if slot is not None)
 
     def tensors(self) -> tuple[Any, Any]:
-        return tensors_of(self.module) if self.kind == "layer_norm" else (tensor_of(self.module, "weight"), None)
+        return tensor_at(self.weight), tensor_at(self.bias)
 
     def now(self) -> Norm:
         return Norm(*self.tensors(), self.eps, self.kind)
@@ -49,19 +49,25 @@ class LinearParts:
     """A linear layer, or several with the same input; timm's EVA has one weight and three biases."""
 
     weights: tuple[Slot, ...]
-    biases: tuple[Slot, ...]
+    biases: tuple[Slot | None, ...]
     chunk: int | None = None  # for a layer that computes gate and fc1: 0 or 1, the half of its outputs to use
+    # for qkv with rows in another order than [3, H, D]: their sizes, and the axes of 3, H and D in them
+    order: tuple[tuple[int, int, int], tuple[int, int, int]] | None = None
 
     def tensors(self) -> tuple[Any, Any]:
         if len(self.weights) == len(self.biases) == 1:
-            weight, bias = tensor_of(*self.weights[0]), tensor_of(*self.biases[0])
+            weight, bias = tensor_of(*self.weights[0]), tensor_at(self.biases[0])
         else:
-            weights, biases = ([tensor_of(*slot) for slot in slots] for slots in (self.weights, self.biases))
+            weights, biases = [tensor_of(*slot) for slot in self.weights], [tensor_at(slot) for slot in self.biases]
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             bias = None
             if any(each is not None for each in biases):
                 absent = weight.new_zeros(weight.shape[0] // len(biases))  # BEiT's keys have no bias
                 bias = torch.cat([absent if each is None else each for each in biases])
+        if self.order is not None:
+            sizes, (three, heads, channels) = self.order
+            weight = weight.unflatten(0, sizes).permute(three, heads, channels, 3).flatten(0, 2)
+            bias = None if bias is None else bias.view(sizes).permute(three, heads, channels).flatten()
         if self.chunk is None:
             return weight, bias
         return weight.chunk(2)[self.chunk], None if bias is None else bias.chunk(2)[self.chunk]
@@ -248,7 +254,7 @@ def sources(attention: AttentionParts, mlp: MlpParts, every: bool = True) -> lis
     if attention.terms is not None and (every or attention.terms.index is not None):
         slots += attention.terms.slots
     for linear in (attention.qkv, mlp.fc1, mlp.gate):
-        slots += [] if linear is None else [*linear.weights, *linear.biases]
+        slots += [] if linear is None else [*linear.weights, *filter(None, linear.biases)]
     slots += [(attention.proj, "weight"), (mlp.fc2, "weight")]
     if every or mlp.inner_norm is not None:
         slots.append((mlp.fc2, "bias"))
@@ -268,6 +274,10 @@ def tensors_of(owner: nn.Module) -> tuple[Any, Any]:
     return tensor_of(owner, "weight"), tensor_of(owner, "bias")
 
 
+def tensor_at(slot: Slot | None) -> Any:
+    return None if slot is None else tensor_of(*slot)
+
+
 def tensor_of(owner: nn.Module, name: str) -> Any:
     """Returns an attribute without nn.Module's slow look-up. FSDP stores weights in __dict__."""
     if torch.compiler.is_compiling():
@@ -285,24 +295,43 @@ _CLASSES = {cls.__name__: cls for cls in _PARTS}
 
 def outline(block: nn.Module, parts: BlockParts) -> Outline:
     """Returns names and numbers from which `built` rebuilds the parts."""
-    paths = {id(module): tuple(name.split(".")) if name else () for name, module in block.named_modules()}
-
-    def node(value: Any) -> Node:
-        if isinstance(value, nn.Module):
-            return "module", paths[id(value)]
-        if type(value) is tuple:
-            return "tuple", tuple(map(node, value))
-        if type(value) in _CLASSES.values():
-            return type(value).__name__, tuple(node(getattr(value, each.name)) for each in fields(value))
-        return "value", value
-
+    paths = _paths(block)
     values = tuple(
         (paths[id(owner)], name, value if isinstance(value, _LITERALS) else None)
         for owner, name, value in parts.watch.values
-        if type(owner) is not nn.Identity  # an Identity has no values; its class is guarded
+        if id(owner) in paths and type(owner) is not nn.Identity  # an Identity has no values; its class is guarded
     )
     modules = tuple(paths[id(module)] for module in parts.watch.modules)
-    return node(parts.attention), node(parts.mlp), modules, values
+    return _node(parts.attention, paths), _node(parts.mlp, paths), modules, values
+
+
+def detached(block: nn.Module, parts: Any) -> Node:
+    """Returns parts with paths below `block` instead of modules; `attached` rebuilds them on an equal block."""
+    return _node(parts, _paths(block))
+
+
+def attached(block: nn.Module, node: Node) -> Any:
+    return _built(block, node)
+
+
+def _paths(block: nn.Module) -> dict[int, Path]:
+    """Returns the paths of all modules, and of objects in their attributes, e.g. a configuration."""
+    paths = {id(module): tuple(name.split(".")) if name else () for name, module in block.named_modules()}
+    for name, module in block.named_modules():
+        for own, value in vars(module).items():
+            if hasattr(value, "__dict__"):
+                paths.setdefault(id(value), (*(name.split(".") if name else ()), own))
+    return paths
+
+
+def _node(value: Any, paths: dict[int, Path]) -> Node:
+    if isinstance(value, nn.Module):
+        return "module", paths[id(value)]
+    if type(value) is tuple:
+        return "tuple", tuple(_node(each, paths) for each in value)
+    if type(value) in _CLASSES.values():
+        return type(value).__name__, tuple(_node(getattr(value, each.name), paths) for each in fields(value))
+    return "value", value
 
 
 def built(block: Any, traced: Outline) -> BlockParts:

@@ -104,7 +104,7 @@ class Reader(Inspector):
             self.reasons.append(
                 f"{path} uses timm's fast norm: call timm.layers.set_fast_norm(False), then create the model again"
             )
-        return NormParts(norm, kind or "", eps)
+        return NormParts((norm, "weight"), (norm, "bias") if kind == "layer_norm" else None, kind or "", eps)
 
     def linear(self, path: str, classes: Classes = (nn.Linear,)) -> Any:
         """Reads a linear layer that is not wrapped (LoRA), quantized or parametrized."""

@@ -21,8 +21,13 @@ from ..errors import check_type, raise_unsupported, type_name
 from ..libraries.known import form_or_reason, fused_form, is_near_attention
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from ..quantization import fp8
+from ..reading import forms
+from ..reading.forms import Recipe
+from ..reading.reader import Found, read_model
 from .patch_embed import FusedPatchConv, check_normalize
 
+UNKNOWN = "is not a supported class"
+HINT = ": pass example= to fuse what it computes"
 CANNOT_NORMALIZE = "normalize cannot be folded into the patch embedding"
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
 
@@ -30,11 +35,13 @@ LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|A
 def fuse(
     model: nn.Module, backend: str = "auto", *, normalize: tuple[Sequence[float], Sequence[float]] | None = None,
     precision: str | None = None, keep: Iterable[str] | None = None, min_agreement: float | None = None,
+    example: Any = None,
 ) -> FusionReport:  # fmt: skip
     """Replaces attention and norm + MLP of a model by fused operators.
 
-    fuse supports modules of vit-fast, timm, transformers, torchvision and torch.nn. It changes the model in place: it
-    sets the class of each fused module to a subclass with another forward. Modules keep their identity, Parameters,
+    fuse supports modules of vit-fast, timm, transformers, torchvision and torch.nn by their class. With an example, it
+    also supports modules of any other class: it reads what they compute. fuse changes the model in place: it sets the
+    class of each fused module to a subclass with another forward. Modules keep their identity, Parameters,
     state_dict keys, hooks and names. Training, autocast, checkpointing, deepcopy, pickle, torch.export, DDP and FSDP
     work as before (call fuse before fully_shard). Call fuse again to change the backend or normalize.
 
@@ -60,6 +67,9 @@ def fuse(
             default, the layers of the previous choice stay in half precision. The choice is saved with the scales.
         min_agreement: With "fp8", the required top-1 agreement with the unrounded model on the calibration images, in
             (0, 1]. The most sensitive linear layers stay in half precision until emulated FP8 reaches this agreement.
+        example: Input of one forward: a tensor, a tuple of arguments, or a dictionary of keyword arguments. Modules
+            whose class is unknown are captured on it. A module is fused only if its parts compute the same outputs and
+            gradients on random weights. Calls with other arguments than in this forward run the original forward.
     Returns:
         A report with one row per fused or skipped module.
     Raises:
@@ -76,7 +86,7 @@ def fuse(
     resolved = resolve_backend(backend, device, dtype_of(model))
     if backend == "triton" and device.type != "meta":  # a model moves from meta to its device later
         raise_unsupported("fuse with backend='triton'", list(triton_unavailable_reasons(device)))
-    walk = _Walk(model, backend, resolved)
+    walk = _Walk(model, backend, resolved, None if example is None else read_model(model, example, _is_supported))
     if normalize is not None:
         walk.add_normalize(*check_normalize(normalize))
     if any(PLACE in module._modules for module in model.modules()):  # calibrated
@@ -200,8 +210,8 @@ def sharing_copy(model: nn.Module) -> nn.Module:
 class _Walk:
     """Walks over a model and collects the rows of the report and the changes to make."""
 
-    def __init__(self, model: nn.Module, requested: str, resolved: str) -> None:
-        self.model, self.requested, self.resolved = model, requested, resolved
+    def __init__(self, model: nn.Module, requested: str, resolved: str, found: Found | None = None) -> None:
+        self.model, self.requested, self.resolved, self.found = model, requested, resolved, found or Found()
         self.rows: list[ModuleReport] = []
         self.elsewhere: list[str] = []
         self.changes: list[Callable[[], object]] = []
@@ -220,7 +230,10 @@ class _Walk:
         form, reason = (type(module), None) if isinstance(module, FusedModule) else form_or_reason(type(module))
         if isinstance(module, FusedPatchConv):
             return True
-        if form is None:
+        if (recipe := self.found.recipes.get(module)) is not None:
+            self._visit_read(name, module, recipe)
+            found = True
+        elif form is None:
             found = self._visit_other(name, module, reason, inside_unknown)
         elif issubclass(form, FusedContainer):
             found = self._visit_children(name, module, inside_unknown)
@@ -255,15 +268,41 @@ class _Walk:
         inside_unknown = inside_unknown or is_elsewhere
         looks_fusable = LOOKS_FUSABLE.search(class_name) is not None
         found = self._visit_children(name, module, inside_unknown or looks_fusable)
+        if self.found.is_read:
+            return self._visit_unread(name, module, found)
+        if not found and not inside_unknown and not looks_fusable and _looks_like_attention(module):
+            self.rows.append(_row(name, module, "attention", [f"{type(module).__qualname__} {UNKNOWN}{HINT}"]))
+            return True
         if found or inside_unknown or not looks_fusable or next(module.parameters(), None) is None:
             return found
         part = "attention" if "Att" in class_name else "norm + MLP"
         if part != "attention" and not is_near_attention(self.model, name):
             return False
-        self.rows.append(_row(name, module, part, [f"{type(module).__qualname__} is not a supported class"]))
+        self.rows.append(_row(name, module, part, [f"{type(module).__qualname__} {UNKNOWN}{HINT}"]))
         return True
 
-    def _visit_fusable(self, name: str, module: nn.Module, form: type[FusedModule]) -> bool:
+    def _visit_unread(self, name: str, module: nn.Module, found: bool) -> bool:
+        """Adds a row for attention that a module computes itself, and for an MLP, if they were not read."""
+        why, attends = self.found.reasons.get(module), self.found.own[module] > 0
+        if not attends and (found or why is None):
+            return found
+        part = "attention" if self.found.cores[module] else "norm + MLP"
+        self.rows.append(_row(name, module, part, [why or "its forward computes more than one attention layer"]))
+        return True
+
+    def _visit_read(self, name: str, module: nn.Module, recipe: Recipe) -> None:
+        """Handles a module that was read by its computation."""
+        attributes = forms.attributes(module, recipe)
+        module.__dict__.update(attributes)  # examined as if it were fused
+        try:
+            self._visit_fusable(name, module, forms.form_of(type(module), recipe.kind), attributes)
+        finally:
+            for own in attributes:
+                del module.__dict__[own]
+
+    def _visit_fusable(
+        self, name: str, module: nn.Module, form: type[FusedModule], attributes: dict[str, Any] | None = None
+    ) -> bool:
         """Handles a module that is fused or has a fused class; returns True if the module is skipped."""
         finding, calls = form.examine(module), form.examine_calls(self.model, name)
         notes = [*(["already fused"] if isinstance(module, FusedModule) else []), *finding.notes, *calls.notes]
@@ -275,7 +314,8 @@ class _Walk:
         self.rows.append(dataclasses.replace(row, condition="" if reasons else calls.condition))
         if not reasons:
             self._has_row.update(dict.fromkeys(finding.bypassed, True))
-            self.changes.append(functools.partial(_set_fused_class, module, form, self.requested))
+            set_class = functools.partial(_set_fused_class, module, form, self.requested, **(attributes or {}))
+            self.changes.append(set_class)
             if issubclass(form, FusedNormMlp) and form.in_sequence:
                 self._blocks.add(module)
         elif isinstance(module, FusedModule):
@@ -325,6 +365,21 @@ class _Walk:
             return [], []
         why = [] if backend == "triton" else unable or auto_reasons(device, dtype)
         return [], [f"it runs with backend {backend}" + ("" if not why else ": " + "; ".join(why))]
+
+
+def _is_supported(module: nn.Module) -> bool:
+    """Returns True if fuse supports a module by its class."""
+    if isinstance(module, nn.Sequential):  # its children decide
+        return False
+    form = type(module) if isinstance(module, FusedModule) else fused_form(type(module))
+    return form is not None and not issubclass(form, FusedContainer) and not form.examine(module).reasons
+
+
+def _looks_like_attention(module: nn.Module) -> bool:
+    """Returns True if the shapes of parameters look like those of q, k, v and an output projection."""
+    shapes = [tuple(each.shape) for each in module.parameters() if each.dim() == 2]
+    widths = {rows for rows, columns in shapes if rows == columns}
+    return any(sum(rows for rows, own in shapes if own == width and rows <= 3 * width) >= 4 * width for width in widths)
 
 
 def _attends(module: nn.Module) -> bool:

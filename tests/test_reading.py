@@ -1,0 +1,326 @@
+"""fuse(model, example=...) reads blocks of unknown classes by what they compute."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from spellings import BLOCKS, Head, Net, Packed, Residuals, SelfAttention, Separate
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast.reading.capture import UnreadableError
+from vit_fast.reading.forms import ReadModule
+from vit_fast.reading.reader import read
+
+IMAGES = torch.randn(2, 3, 20, 16, generator=torch.Generator().manual_seed(0))
+
+
+def fused_net(block: Any, backend: str = "eager", **options: Any) -> Net:
+    torch.manual_seed(0)
+    model = Net(block, **options).eval()
+    vit_fast.fuse(model, backend, example=IMAGES).require_all()
+    return model
+
+
+def runs_fused(model: nn.Module, run: Callable[[], Any]) -> bool:
+    """Returns True if no module inside a fused module is called, except drop paths."""
+    called: set[nn.Module] = set()
+    original = nn.Module.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        called.add(self)
+        return original(self, *args, **kwargs)
+
+    fused = [each for each in model.modules() if isinstance(each, ReadModule)]
+    inside = {part for each in fused for part in each.modules() if part is not each and not hasattr(part, "drop_prob")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "__call__", call)
+        run()
+    return bool(fused) and not inside & called
+
+
+@pytest.mark.fast_cases("Packed", "Tutorial", "SequenceFirst")
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
+def test_spellings(block: Any) -> None:
+    """Every spelling is fused; outputs and gradients are equal; training, freeze and unfuse work."""
+    torch.manual_seed(0)
+    original = Net(block).eval()
+    model = copy.deepcopy(original)
+    report = vit_fast.fuse(model, "eager", example=IMAGES).require_all()
+    assert [row.part for row in report.fused] == ["attention, norm + MLP"] * 2
+    other = torch.randn(3, 3, 24, 8)  # other batch size and number of tokens
+    for images in (IMAGES, other):
+        torch.testing.assert_close(model(images), original(images), rtol=1e-5, atol=1e-5)
+    assert runs_fused(model, lambda: model(other))
+    for net in (model, original):
+        net(IMAGES).square().sum().backward()
+    for (name, a), b in zip(model.named_parameters(), original.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6, msg=name)
+    vit_fast.fuse(model, "sdpa")
+    frozen = vit_fast.freeze(model)
+    with torch.inference_mode():
+        assert len(frozen) == 2 and runs_fused(model, lambda: model(IMAGES))
+        torch.testing.assert_close(model(IMAGES), original(IMAGES), rtol=1e-5, atol=1e-5)
+    vit_fast.unfuse(model)
+    assert [type(each) for each in model.modules()] == [type(each) for each in original.modules()]
+    assert all(vars(a).keys() == vars(b).keys() for a, b in zip(model.modules(), original.modules()))
+
+
+def test_the_model_stays_unchanged() -> None:
+    model = Net(Packed).train()
+    before, rng = {name: each.clone() for name, each in model.state_dict().items()}, torch.get_rng_state()
+    vit_fast.fuse(model, example=IMAGES)
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+    assert all(each.training and not each._forward_hooks and not each._forward_pre_hooks for each in model.modules())
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_ten_training_steps() -> None:
+    def losses(model: Net) -> list[float]:
+        optimizer, values = torch.optim.AdamW(model.parameters(), 1e-2), []
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+        for step in range(10):
+            torch.manual_seed(step)  # of drop path
+            loss = F.cross_entropy(model(torch.randn(4, 3, 16, 16)), torch.arange(4))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            values.append(loss.item())
+        return values
+
+    for block in (Packed, Residuals):
+        torch.manual_seed(0)
+        original = Net(block).train()
+        model = copy.deepcopy(original)
+        vit_fast.fuse(model, "eager", example=IMAGES)
+        assert block is not Packed or runs_fused(model, lambda: model.eval()(IMAGES))  # noqa: B023
+        torch.testing.assert_close(losses(model.train()), losses(original), rtol=1e-4, atol=1e-5)
+
+
+def test_drop_path_runs_fused() -> None:
+    model = fused_net(Residuals).train()
+    assert runs_fused(model, lambda: model(IMAGES))
+    for part in model.modules():
+        if hasattr(part, "drop_prob"):
+            part.drop_prob = 1 - 1e-9  # drops every sample
+    torch.testing.assert_close(model.layers[0](torch.ones(2, 5, 32)), torch.ones(2, 5, 32))
+
+
+def test_copies_pickles_and_state() -> None:
+    model = fused_net(Packed)
+    expected = model(IMAGES)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert runs_fused(other, lambda: other(IMAGES))  # noqa: B023
+        assert torch.equal(other(IMAGES), expected)
+    fresh = fused_net(Packed)
+    nn.init.zeros_(fresh.layers[0].qkv.weight)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(IMAGES), expected)
+    assert list(fresh.state_dict()) == list(Net(Packed).state_dict())
+
+
+def test_changes_after_fuse_run_the_original() -> None:
+    """Hooks, replaced modules and changed attributes inside a fused module have an effect."""
+    model = fused_net(Packed)
+    layer: Any = model.layers[0]
+    x = torch.randn(2, 20, 32)
+    nn.init.ones_(layer.gamma1)
+    nn.init.ones_(layer.gamma2)
+    before = layer(x)
+
+    seen: list[object] = []
+    hook = layer.mlp[0].register_forward_hook(lambda *arguments: seen.append(arguments))
+    assert torch.allclose(layer(x), before, atol=1e-5)
+    assert seen
+    hook.remove()
+    assert runs_fused(model, lambda: model(IMAGES))
+
+    layer.scale *= 2
+    assert not torch.allclose(layer(x), before, atol=1e-5)
+    layer.scale /= 2
+    assert runs_fused(model, lambda: model(IMAGES))
+    layer.mlp[1] = nn.ReLU()
+    assert not torch.allclose(layer(x), before, atol=1e-3)
+
+
+def test_other_calls_run_the_original() -> None:
+    model = fused_net(Separate)
+    layer, x = model.layers[0], torch.randn(2, 20, 32)
+    assert runs_fused(layer, lambda: layer(x))
+    assert not torch.allclose(layer(x)[0], layer(x, causal=True)[0], atol=1e-4)
+    assert not runs_fused(layer, lambda: layer(x, causal=True))
+
+
+@pytest.mark.slow
+def test_compile_and_export() -> None:
+    model = fused_net(Packed)
+    expected = model(IMAGES)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(IMAGES), expected)
+    model.layers[0].scale *= 3  # guarded
+    torch.testing.assert_close(compiled(IMAGES), model(IMAGES))
+    vit_fast.fuse(model, "sdpa")
+    exported = torch.export.export(model, (IMAGES,)).module()
+    torch.testing.assert_close(exported(IMAGES), model(IMAGES))
+
+
+# Modules that compute something else than parts can express: each must keep its original forward.
+
+
+class Variant(Packed):
+    def scores(self, scores: Tensor) -> Tensor:
+        return scores
+
+    def mixed(self, y: Tensor) -> Tensor:
+        return y.transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = self.mixed(self.scores(q @ k.mT * self.scale).softmax(-1) @ v)
+        x = x + self.out(y)
+        return x + self.mlp(self.norm2(x))
+
+
+class OtherOutputOrder(Variant):
+    def mixed(self, y: Tensor) -> Tensor:
+        return y.permute(0, 2, 3, 1).flatten(2)  # [d, h]
+
+
+class ZeroBias(Variant):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.bias = nn.Parameter(torch.zeros(heads, 1, 1))
+
+    def scores(self, scores: Tensor) -> Tensor:
+        return scores + self.bias * torch.arange(scores.shape[-1])
+
+
+class MaskBuffer(Variant):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.register_buffer("mask", torch.ones(64, 64, dtype=torch.bool))
+
+    def scores(self, scores: Tensor) -> Tensor:
+        n = scores.shape[-1]
+        return scores.masked_fill(~self.mask[:n, :n], -torch.inf)  # type: ignore[index]
+
+
+class Causal(Variant):
+    def scores(self, scores: Tensor) -> Tensor:
+        return scores + torch.full(scores.shape[-2:], -torch.inf).triu(1)
+
+
+class Item(Variant):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if x.sum().item() > 1e6 else 1)
+
+
+class WritesInput(Variant):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        x.mul_(2)
+        return y
+
+
+class Counts(Variant):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Detached(Variant):
+    def scores(self, scores: Tensor) -> Tensor:
+        return scores.detach()
+
+
+class NearlyGelu(Variant):
+    def forward(self, x: Tensor) -> Tensor:
+        fc1, _, fc2 = self.mlp
+        return x + fc2(F.gelu(fc1(self.norm2(x))) * 1.0001)
+
+
+class PostNorm(Variant):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm2(super().forward(x))
+
+
+UNREADABLE = [
+    OtherOutputOrder, ZeroBias, MaskBuffer, Causal, Item, WritesInput, Counts, Detached, NearlyGelu, PostNorm, Head,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("block", UNREADABLE, ids=lambda block: block.__name__)
+def test_another_function_is_not_read(block: Any) -> None:
+    with pytest.raises(UnreadableError) as raised:
+        read(block(32, 4), torch.empty(2, 10, 32))
+    assert str(raised.value).startswith("its ") or "not tokens to tokens" in str(raised.value)
+
+
+class ManyTokens(Variant):
+    def scores(self, scores: Tensor) -> Tensor:
+        return scores * 3 if scores.shape[-1] > 30 else scores
+
+
+class LocalMask(Variant):
+    def scores(self, scores: Tensor) -> Tensor:
+        i = torch.arange(scores.shape[-1])
+        return scores.masked_fill((i - i[:, None]).abs() > 30, -torch.inf)
+
+
+class TrainingBranch(Variant):
+    def scores(self, scores: Tensor) -> Tensor:
+        return scores * 3 if self.training else scores
+
+
+class HalfBranch(Variant):
+    def scores(self, scores: Tensor) -> Tensor:
+        return scores * 3 if scores.dtype == torch.bfloat16 else scores
+
+
+@pytest.mark.parametrize("block", [ManyTokens, LocalMask, TrainingBranch, HalfBranch], ids=lambda block: block.__name__)
+def test_other_shapes_modes_and_dtypes_run_the_original(block: Any) -> None:
+    torch.manual_seed(0)
+    original = Net(block).eval()
+    for part in original.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    nn.init.normal_(original.layers[0].qkv.weight)  # sharp attention
+    model = copy.deepcopy(original)
+    vit_fast.fuse(model, "eager", example=IMAGES)
+    dtype = torch.bfloat16 if block is HalfBranch else torch.float32
+    for net in (model, original):
+        net.train(block is TrainingBranch).to(dtype)
+    images = torch.randn(2, 3, 32, 32).to(dtype)
+    torch.testing.assert_close(model(images), original(images), rtol=1e-3, atol=1e-3)
+
+
+def test_attention_layer_without_norm_and_the_report() -> None:
+    class Post(nn.Module):
+        def __init__(self, width: int, heads: int) -> None:
+            super().__init__()
+            self.attention, self.norm = SelfAttention(width, heads), nn.LayerNorm(width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x + self.attention(x))
+
+    model = Net(Post).eval()
+    expected = model(IMAGES)
+    report = vit_fast.fuse(model, "eager", example=IMAGES)
+    assert [row.name for row in report.fused] == ["layers.0.attention", "layers.1.attention"]
+    assert runs_fused(model, lambda: model(IMAGES))
+    torch.testing.assert_close(model(IMAGES), expected)

@@ -1,0 +1,1 @@
+"""Reads what a module computes: `read` returns the parts of attention and MLP, proved by comparison, or reasons."""

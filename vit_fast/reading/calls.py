@@ -1,0 +1,133 @@
+"""The call of a module that was captured: its arguments, the attributes that it may depend on, and its output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..blocks.fused import FusedModule
+from .capture import UnreadableError
+
+SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+SAME = "the same tensor"
+_OF_MODULES = set(vars(nn.Module())) | {"training", "forward"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of a forward: tokens, and constants. A tensor may be given several times, as query, key and value."""
+
+    name: int | str  # position or name of the tokens
+    others: tuple[tuple[int | str, Any], ...]
+    place: int | None  # position of the output in a tuple of otherwise None; None if forward returns a tensor
+    length: int = 1
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Call:
+        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}  # type: ignore[dict-item]
+        name = next((name for name, value in given.items() if isinstance(value, Tensor)), None)
+        if name is None:
+            raise UnreadableError("its forward gets no tensor")
+        x = given.pop(name)
+        others = tuple((each, SAME if value is x else value) for each, value in given.items())
+        unknown = [str(each) for each, value in others if not _is_constant(value)]
+        if unknown:
+            raise UnreadableError(f"its forward gets more than tokens and constants (argument {', '.join(unknown)})")
+        if isinstance(output, Tensor):
+            return cls(name, others, None)
+        tensors = [i for i, each in enumerate(output) if each is not None] if type(output) in (tuple, list) else []
+        if len(tensors) != 1 or not isinstance(output[tensors[0]], Tensor):
+            raise UnreadableError("its forward returns more than one tensor")
+        return cls(name, others, tensors[0], len(output))
+
+    def tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the tokens of a call; None if the call differs from the captured one in anything else."""
+        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}  # type: ignore[dict-item]
+        x = given.pop(self.name, None)
+        if len(given) != len(self.others):
+            return None
+        for name, value in self.others:
+            now = given.get(name, self)
+            if not (now is x if value is SAME else type(now) is type(value) and now == value):
+                return None
+        return x
+
+    def run(self, module: nn.Module, x: Tensor) -> Tensor:
+        given = {name: x if value is SAME else value for name, value in self.others} | {self.name: x}
+        args = [given[i] for i in range(len(given)) if i in given]
+        output = module(*args, **{name: value for name, value in given.items() if isinstance(name, str)})
+        if (self.place is None) is not isinstance(output, Tensor):
+            raise UnreadableError("the structure of its output depends on its input")
+        return output if self.place is None else output[self.place]
+
+    def returned(self, y: Tensor) -> Any:
+        if self.place is None:
+            return y
+        return tuple(y if i == self.place else None for i in range(self.length))
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_constant, value))
+    return isinstance(value, SIMPLE)
+
+
+def attributes_of(module: nn.Module) -> Iterator[tuple[Any, str, object]]:
+    """Yields all attributes of a module, and of its other objects, e.g. a configuration: (owner, name, value).
+
+    Excludes tensors, submodules and rates of dropout, which `drop_slots` returns.
+    """
+    drops = {name for _, name in drop_slots(module, False)}
+    for name, value in vars(module).items():
+        if (
+            name in _OF_MODULES
+            or name in drops
+            or name.startswith("vit_fast_")
+            or isinstance(value, Tensor | nn.Module)
+        ):
+            continue
+        yield module, name, _copied(value)
+        if not isinstance(value, (*SIMPLE, type, FunctionType)) and hasattr(value, "__dict__"):
+            yield from ((value, own, _copied(each)) for own, each in vars(value).items() if _is_constant(each))
+
+
+def _copied(value: Any) -> Any:
+    return list(value) if type(value) is list else dict(value) if type(value) is dict else value
+
+
+def drop_slots(module: nn.Module, inside: bool = True) -> list[tuple[nn.Module, str]]:
+    """Returns the attributes that may be dropout or drop path probabilities, by default of all modules inside."""
+    return [
+        (part, name)
+        for part in (module.modules() if inside else [module])
+        for name, value in vars(part).items()
+        if (name == "p" or "drop" in name) and type(value) in (float, int) and 0 <= value <= 1
+    ]
+
+
+def structure_of(module: nn.Module) -> tuple[Any, ...]:
+    """Returns names, classes and shapes of everything inside a module; blocks of equal structure share one recipe."""
+    rows: list[Any] = []
+    for name, part in module.named_modules(remove_duplicate=False):
+        stores = ((own, tensor) for store in (part._parameters, part._buffers) for own, tensor in store.items())
+        shapes = tuple((own, None if tensor is None else tensor.shape) for own, tensor in stores)
+        rows.append((name, class_of(part), shapes))
+    return tuple(rows)
+
+
+def state_of(module: nn.Module) -> tuple[Any, ...]:
+    """Returns the values of all attributes inside a module by path; objects count as equal if their attributes are."""
+    return tuple(
+        (path, name, value if _is_constant(value) or isinstance(value, type | FunctionType) else type(value))
+        for path, part in module.named_modules(remove_duplicate=False)
+        for _, name, value in attributes_of(part)
+    )
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    return type(module).original if isinstance(module, FusedModule) else type(module)

@@ -1,0 +1,187 @@
+"""Captures the computation of a module as a graph of pre-dispatch ATen operators with the value of each node.
+
+Everything runs on a copy of the module on the CPU in fp64, with random weights. So the module itself never changes,
+and parameters that are 0 or 1 by default (biases, LayerScale, bias tables) show their effect.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.overrides import TorchFunctionMode
+
+from ..blocks.fused import FusedModule
+from ..blocks.parts import Slot
+from ..errors import UnsupportedInputError
+
+
+class UnreadableError(Exception):
+    """Reason in terms of the computation why a module cannot be read."""
+
+
+def random_copy(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module, unfused, on the CPU in fp64, with random tensors."""
+    try:
+        copied: nn.Module = copy.deepcopy(module)
+    except Exception as error:
+        raise UnreadableError(f"it cannot be copied: {error}") from error
+    for part in copied.modules():
+        if isinstance(part, FusedModule):
+            part.__class__ = type(part).original  # type: ignore[assignment]
+    copied._apply(_to_fp64)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for part in copied.modules():
+            for tensor in list(tensors_in(part)):
+                tensor.copy_(_randomized(tensor, generator))
+    return copied.eval()
+
+
+def tensors_in(module: nn.Module) -> Iterator[Tensor]:
+    """Yields the parameters, buffers and other tensor attributes of a module itself."""
+    for store in (module._parameters, module._buffers, vars(module)):
+        yield from (value for value in store.values() if isinstance(value, Tensor))
+
+
+def _to_fp64(tensor: Tensor) -> Tensor:
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64 if tensor.is_floating_point() else tensor.dtype
+    return tensor.to("cpu", dtype)
+
+
+def _randomized(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if tensor.dtype == torch.bool:
+        return ~tensor
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return tensor.flip(tuple(range(tensor.dim())))  # e.g. an index, whose values must stay valid
+    random = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+    return 0.7 + 0.3 * random if tensor.dim() < 2 else random * tensor.shape[-1] ** -0.5
+
+
+def tokens_like(shape: Iterable[int]) -> Tensor:
+    """Returns random fp64 tokens. Some are small, so that the epsilon of a norm has an effect."""
+    x = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x.view(-1, x.shape[-1])[::3] *= 1e-3
+    return x
+
+
+def depends_on_shape(forward: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> bool:
+    """Returns True if the Python code of a forward branches on batch size or number of tokens."""
+    # one symbol per size: any branch on a size is recorded as a guard
+    shapes = ShapeEnv(duck_shape=False)
+    sizes = [DimDynamic.DYNAMIC] * (len(shape) - 1) + [DimDynamic.STATIC]
+    fake = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+    x = fake.from_tensor(
+        torch.empty([max(size, 2) for size in shape], dtype=torch.float64),
+        symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes),
+    )
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        with fake, _Decomposed(), torch.no_grad():
+            forward(x)
+    except Exception:  # e.g. an operator without support for symbolic sizes
+        return True
+    finally:
+        log.disabled = was_disabled
+    return bool(shapes.guards)
+
+
+class _Decomposed(TorchFunctionMode):
+    """Replaces functions that do not support symbolic sizes in torch 2.13."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.baddbmm, Tensor.baddbmm):
+            return torch.bmm(*args[1:3])
+        return func(*args, **(kwargs or {}))
+
+
+class Graph(fx.Interpreter):
+    """The graph of a forward on one tensor `x`; `values` holds the value of each node."""
+
+    def __init__(self, module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            traced = make_fx(forward, pre_dispatch=True, _allow_non_fake_inputs=True)(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+        super().__init__(traced, garbage_collect_values=False)
+        self.nodes = list(traced.graph.nodes)
+        self.values: dict[fx.Node, Any] = {}
+        slots: dict[int, Slot] = {}
+        for part in module.modules():
+            for store in (part._parameters, part._buffers):
+                for name, tensor in store.items():
+                    slots.setdefault(id(tensor), (part, name))
+        held = {node: getattr(traced, node.target) for node in self.nodes if node.op == "get_attr"}
+        self.slots = {node: slots[id(tensor)] for node, tensor in held.items() if id(tensor) in slots}
+        with torch.no_grad():
+            self.run(x)
+        self.ancestors: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.nodes:
+            sources = node.all_input_nodes
+            self.ancestors[node] = {*sources, *(each for source in sources for each in self.ancestors[source])}
+        (self.input,) = (node for node in self.nodes if node.op == "placeholder")
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        self.values[n] = value.detach().clone() if isinstance(value, Tensor) else value  # later nodes may write into it
+        return value
+
+    def is_live(self, node: fx.Node) -> bool:
+        """Returns True if a node depends on values of the input."""
+        value = self.values.get(node)
+        depends = node is self.input or self.input in self.ancestors[node]
+        return depends and not (isinstance(value, int | float) or operator_of(node) in ("zeros_like", "ones_like"))
+
+    def live_inputs(self, node: fx.Node) -> list[fx.Node]:
+        return [each for each in node.all_input_nodes if self.is_live(each)]
+
+    def parameters_between(self, before: fx.Node, after: fx.Node) -> list[Slot]:
+        """Returns the slots that enter the computation of `after` from `before`."""
+        path = self.path(before, after)
+        dead = {each for node in path for each in node.all_input_nodes if not self.is_live(each)}
+        dead |= {each for node in dead for each in self.ancestors[node]}
+        return [self.slots[node] for node in self.nodes if node in dead and node in self.slots]
+
+    def path(self, before: fx.Node, after: fx.Node) -> list[fx.Node]:
+        """Returns the nodes that depend on `before` and lead to `after`, in order, with `after`."""
+        leads = {after, *self.ancestors[after]}
+        return [node for node in self.nodes if node in leads and before in self.ancestors[node]]
+
+    def makes_constants(self) -> bool:
+        """Returns True if forward combines the input with tensors that it creates, e.g. a mask of its own."""
+        made = [node for node in self.nodes if not self.slots.keys() & {node, *self.ancestors[node]}]
+        sources = {each for node in self.nodes if self.is_live(node) for each in node.all_input_nodes}
+        values = [self.values.get(node) for node in made if node in sources and not self.is_live(node)]
+        return any(isinstance(value, Tensor) and value.numel() > 1 for value in values)
+
+
+def operator_of(node: fx.Node) -> str:
+    """Returns the name of an ATen operator without overload and trailing underscore."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet.__name__.rstrip("_") if packet is not None else ""
+
+
+def capture(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Graph:
+    """Captures `forward`, which calls the module; raises UnreadableError if it changes state or cannot be captured."""
+    before = [tensor.clone() for part in module.modules() for tensor in tensors_in(part)]
+    given = x.clone()
+    try:
+        graph = Graph(module, forward, x)
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, UnsupportedInputError) as error:
+        raise UnreadableError(f"its forward cannot be captured: {error}") from error
+    after = [tensor for part in module.modules() for tensor in tensors_in(part)]
+    if len(before) != len(after) or not all(map(torch.equal, before, after)) or not torch.equal(given, x):
+        raise UnreadableError("its forward writes into its input or its tensors")
+    if any(operator_of(node) in ("_local_scalar_dense", "item") for node in graph.nodes):
+        raise UnreadableError("its forward reads values of tensors on the host")
+    return graph

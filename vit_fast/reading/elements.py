@@ -1,0 +1,149 @@
+"""Finds linear layers and attention cores in a graph, whatever operators compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from ..blocks.parts import Slot, tensor_at
+from .capture import Graph, operator_of
+
+TOLERANCE = 1e-5  # relative; modules that compute norms or softmax in fp32 differ by 1e-7
+
+_MATMULS = {"matmul", "bmm", "einsum", "baddbmm", "mm"}
+_PROJECTIONS = {*_MATMULS, "linear", "addmm"}
+_SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
+_CHANGES = {"add", "sub", "masked_fill", "where", "tanh", "clamp"}  # of scores, apart from their scale
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A product of tokens and a parameter."""
+
+    node: fx.Node  # the output
+    x: fx.Node
+    weights: tuple[Slot, ...]
+    biases: tuple[Slot | None, ...]
+    chunk: tuple[int, int] = (0, 1)  # index and number of the equal parts of the rows
+
+    def half(self) -> int | None:
+        return {1: None, 2: self.chunk[0]}.get(self.chunk[1], -1)
+
+
+@dataclass(frozen=True)
+class Core:
+    """A product of queries and keys, and the next product with values."""
+
+    q: Any  # these are nodes
+    k: Any
+    v: Any
+    node: fx.Node  # the output
+    scores: fx.Node | None = None  # the input of the softmax; None for SDPA
+    scale: float = 1.0  # of SDPA
+    changes: str = ""  # what else the core computes
+
+
+def is_equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * b.abs().max())
+
+
+def same_tokens(a: Tensor, b: Tensor) -> bool:
+    """Compares tokens in any order."""
+    if a.shape[-1] != b.shape[-1] or a.numel() != b.numel():
+        return False
+    a, b = (each.reshape(-1, each.shape[-1]) for each in (a, b))
+    return is_equal(a, b) or is_equal(a[a[:, 0].argsort()], b[b[:, 0].argsort()])
+
+
+def linears_of(graph: Graph) -> list[Linear]:
+    """Returns the linear layers of tokens, in the order of the graph."""
+    nodes = [node for node in graph.nodes if operator_of(node) in _PROJECTIONS and len(graph.live_inputs(node)) == 1]
+    return [linear for linear in (_linear(graph, node) for node in nodes) if linear is not None]
+
+
+def _linear(graph: Graph, node: fx.Node) -> Linear | None:
+    (source,) = graph.live_inputs(node)
+    x, y = graph.values[source], graph.values[node]
+    weights = tuple(slot for slot in graph.parameters_between(source, node) if tensor_at(slot).dim() == 2)
+    fits = y.shape[:-1] == x.shape[:-1] and all(tensor_at(slot).shape[1] == x.shape[-1] for slot in weights)
+    if not weights or not fits:
+        return None
+    weight = torch.cat([tensor_at(slot) for slot in weights])
+    count, rest = divmod(weight.shape[0], y.shape[-1])
+    for i in range(0 if rest else count):
+        biases = _biases(graph, node, y - F.linear(x, weight.chunk(count)[i]), (i, count), len(weights))
+        if biases is None:
+            continue
+        for user in node.users:  # a bias may be added apart
+            slots = graph.parameters_between(node, user) if operator_of(user) == "add" else []
+            if len(node.users) == len(slots) == 1 and tensor_at(slots[0]).shape == y.shape[-1:] and not any(biases):
+                return Linear(user, source, weights, tuple(slots), (i, count))
+        return Linear(node, source, weights, biases, (i, count))
+    return None
+
+
+def _biases(
+    graph: Graph, node: fx.Node, rest: Tensor, chunk: tuple[int, int], number: int
+) -> tuple[Slot | None, ...] | None:
+    """Returns the slots of the bias, which is the same for all tokens; None if there is another remainder."""
+    rows = rest.reshape(-1, rest.shape[-1])
+    limit = TOLERANCE * max(float(graph.values[node].abs().max()), 1e-30)
+    if float((rows - rows[0]).abs().max()) > limit:
+        return None
+    if float(rows[0].abs().max()) <= limit:
+        return (None,) * number
+    slots = graph.parameters_between(graph.live_inputs(node)[0], node)
+    vectors = [slot for slot in slots if tensor_at(slot).dim() == 1]
+    for slot in vectors:
+        bias = tensor_at(slot)
+        if len(bias) == len(rows[0]) * chunk[1] and is_equal(bias.chunk(chunk[1])[chunk[0]], rows[0]):
+            return (slot,)
+    found: list[Slot | None] = []
+    for part in rows[0].chunk(3 if number == 1 else number):  # BEiT's keys have no bias
+        found.append(next((slot for slot in vectors if is_equal(tensor_at(slot), part)), None))
+        if found[-1] is None and part.abs().max() > limit:
+            return None
+    return tuple(found)
+
+
+def cores_of(graph: Graph) -> Iterator[Core]:
+    """Yields the attention cores in the order of the graph."""
+    used: set[fx.Node] = set()
+    for node in graph.nodes:
+        live = graph.live_inputs(node)
+        if operator_of(node) == "scaled_dot_product_attention" and live:
+            yield _sdpa(graph, node)
+        if operator_of(node) not in _MATMULS or node in used or len(live) < 2:
+            continue
+        following = [each for each in graph.nodes if operator_of(each) in _MATMULS and node in graph.ancestors[each]]
+        mix = next((each for each in following if len(graph.live_inputs(each)) > 1), None)
+        path = [] if mix is None else graph.path(node, mix)
+        softmax = next((each for each in path if operator_of(each) in _SOFTMAX), None)
+        if mix is None or softmax is None:
+            continue
+        used.add(mix)
+        values = [each for each in _operands(mix) if node not in {*graph.ancestors[each], each}]
+        changes = sorted({operator_of(each) for each in graph.path(node, softmax)} & _CHANGES)
+        if values:
+            q, k = _operands(node)
+            yield Core(q, k, values[0], mix, softmax.all_input_nodes[0], changes=", ".join(changes))
+
+
+def _sdpa(graph: Graph, node: fx.Node) -> Core:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, node.args)) | node.kwargs
+    changes = [name for name in ("attn_mask", "is_causal") if given.get(name) not in (None, False)]
+    q, k, v = node.args[:3]
+    scale: Any = given.get("scale") or graph.values[q].shape[-1] ** -0.5  # type: ignore[index]
+    return Core(q, k, v, node, None, scale, ", ".join(changes))
+
+
+def _operands(node: fx.Node) -> list[Any]:
+    name, args = operator_of(node), node.args
+    operands: Any = args[1] if name == "einsum" else args[1:3] if name == "baddbmm" else args[:2]
+    return list(operands)

@@ -1,0 +1,170 @@
+"""Fused classes of modules that were read by their computation. They are created for the class of each module."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..blocks.block import parts_of, run_attention, run_mlp
+from ..blocks.fused import Finding, FusedModule, FusedNormMlp
+from ..blocks.parts import AttentionParts, BlockParts, MlpParts, Node, attached
+from ..blocks.reading import Reader
+from .calls import Call, attributes_of, drop_slots, state_of, structure_of
+from .matcher import Reading
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A proved reading with paths instead of modules, valid for all modules of equal structure."""
+
+    attention: Node
+    mlp: Node
+    residual: bool
+    layout: str
+    call: Call
+    dimensions: int  # of the tokens
+    shape: tuple[int, ...] | None  # of the tokens, if the forward may depend on it
+    dtypes: tuple[torch.dtype, ...]
+    trains: bool  # True if training mode computes the same as evaluation mode, apart from dropout
+
+    @property
+    def kind(self) -> str:
+        """Returns the parts, for the report."""
+        has_attention, has_mlp = self.attention[1] is not None, self.mlp[1] is not None
+        return ", ".join(["attention"] * has_attention + ["norm + MLP"] * has_mlp)
+
+    def reading(self, module: nn.Module) -> Reading:
+        return Reading(attached(module, self.attention), attached(module, self.mlp), self.residual, self.layout)
+
+
+class ReadModule(FusedNormMlp):
+    """A module that was read by its computation. Calls that differ from the captured call run the original."""
+
+    in_sequence = False
+    vit_fast_recipe: Recipe
+    vit_fast_state: tuple[Any, ...]
+    vit_fast_structure: tuple[Any, ...]
+
+    @classmethod
+    def head_width(cls, module: Any) -> int | None:
+        attention = module.vit_fast_recipe.reading(module).attention
+        if attention is None:
+            return None
+        return int(sum(getattr(*slot).shape[0] for slot in attention.qkv.weights) // (3 * attention.num_heads))
+
+    @classmethod
+    def triton_reasons(cls, module: Any) -> list[str]:
+        return super().triton_reasons(module) if "vit_fast_recipe" in vars(module) else []
+
+    @classmethod
+    def read_attention(cls, block: Reader) -> AttentionParts | None:
+        return cls._read_half(block, "attention")
+
+    @classmethod
+    def read_mlp(cls, block: Reader) -> MlpParts | None:
+        return cls._read_half(block, "mlp")
+
+    @classmethod
+    def _read_half(cls, block: Reader, name: str) -> Any:
+        owner: Any = block.owner
+        reading = owner.vit_fast_recipe.reading(owner)
+        half = getattr(reading, name)
+        block.watch_children(list(owner._modules))
+        for part in owner.modules():
+            block.values += attributes_of(part)
+        if (structure_of(owner), state_of(owner)) != (owner.vit_fast_structure, owner.vit_fast_state):
+            block.reasons.append("a module or attribute inside it changed: call fuse again with example=")
+        if not block.check_fusible() or half is None:
+            return None
+        drop_paths = [each.drop_path for each in (reading.attention, reading.mlp) if each is not None]
+        return replace(half, dropouts=tuple(slot for slot in drop_slots(owner) if slot[0] not in drop_paths))
+
+    @classmethod
+    def examine(cls, module: Any) -> Finding:
+        reader = cls.reader(module)
+        cls._read_half(reader, "attention")
+        return Finding(tuple(reader.reasons), bypassed=[each for each in module.modules() if each is not module])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = self.vit_fast_recipe.call.tokens(args, kwargs)
+        parts = parts_of(self) if self._is_captured(x) else None
+        if parts is None or self._drops(parts):
+            return super().forward(*args, **kwargs)
+        recipe = self.vit_fast_recipe
+        reading = Reading(parts.attention, parts.mlp, recipe.residual, recipe.layout)
+        y, backend = reading.batched(x), self.vit_fast_backend
+        if parts.attention is not None and parts.mlp is not None:
+            y = self.run_as_block(parts, y, functools.partial(run_attention, parts.attention, backend=backend))
+        elif parts.attention is not None:
+            y = run_attention(parts.attention, y, backend, recipe.residual)
+        elif parts.mlp is not None:
+            y = run_mlp(parts.mlp, y, backend, recipe.residual)
+        return recipe.call.returned(reading.restored(y, x))
+
+    def _is_captured(self, x: Any) -> bool:
+        recipe = self.vit_fast_recipe
+        if not isinstance(x, Tensor) or x.dim() != recipe.dimensions or x.dtype not in recipe.dtypes:
+            return False
+        if recipe.shape is not None and tuple(x.shape) != recipe.shape:
+            return False
+        return recipe.trains or not any(part.training for part in self.modules())
+
+    def _drops(self, parts: BlockParts) -> bool:
+        """Returns True if the module changed or drops at random; `parts` lack a half that cannot be read."""
+        recipe = self.vit_fast_recipe
+        for half, read in ((parts.attention, recipe.attention), (parts.mlp, recipe.mlp)):
+            if (half is None) is not (read[1] is None) or (half is not None and half.drops()):
+                return True
+        return False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies by the original class, because pickle looks up classes by name."""
+        if "original" not in vars(type(self)):  # fully_shard has changed its class
+            return super().__reduce_ex__(protocol)
+        return _new, (type(self).original, self.kind), self.__dict__
+
+
+class ReadBlock(ReadModule):
+    """A pre-norm block that was read by its computation."""
+
+    kind = "attention, norm + MLP"
+
+
+class ReadAttention(ReadModule):
+    """An attention layer that was read by its computation, possibly with a norm before and a residual."""
+
+    kind = "attention"
+
+
+class ReadMlp(ReadModule):
+    """An MLP with the norm before it that was read by its computation, possibly with a residual."""
+
+    kind = "norm + MLP"
+
+
+_MIXINS = {form.kind: form for form in (ReadBlock, ReadAttention, ReadMlp)}
+_FORMS: dict[tuple[type[nn.Module], str], type[FusedModule]] = {}
+
+
+def attributes(module: nn.Module, recipe: Recipe) -> dict[str, Any]:
+    """Returns the attributes that a fused class needs."""
+    return {
+        "vit_fast_recipe": recipe, "vit_fast_structure": structure_of(module), "vit_fast_state": state_of(module),
+    }  # fmt: skip
+
+
+def form_of(original: type[nn.Module], kind: str) -> type[FusedModule]:
+    """Returns the fused class of a class; creates it at the first call."""
+    if (original, kind) not in _FORMS:
+        about = {"__module__": __name__, "__qualname__": f"Fused{original.__name__}", "__doc__": _MIXINS[kind].__doc__}
+        _FORMS[original, kind] = type(f"Fused{original.__name__}", (_MIXINS[kind], original), about)
+    return _FORMS[original, kind]
+
+
+def _new(original: type[nn.Module], kind: str) -> Any:
+    form: Any = form_of(original, kind)
+    return form.__new__(form)

@@ -1,0 +1,336 @@
+"""Reads the parts of attention and MLP from the values of a graph.
+
+Spellings differ (einsum, chunk, einops, norms by hand), values do not. The graph only selects candidates: linear
+layers, products of activations, parameters between them. A candidate counts if it reproduces the values of the next
+linear layer's input. Tokens are compared in any order, because modules transpose them; `proof.py` compares in order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from ..blocks.parts import AttentionParts, LinearParts, MlpParts, NormParts, QkNormParts, Slot, block_tensors, tensor_at
+from ..ops import reference
+from ..ops.descriptions import QkNorm
+from .capture import Graph, UnreadableError, operator_of
+from .elements import TOLERANCE, Linear, cores_of, is_equal, linears_of, same_tokens
+
+NORM_ENDS = {"layer_norm", "rms_norm", "mul", "add", "div"}  # operators that may be the last one of a norm
+LAYOUTS = {3: ("[B, N, C]", "[N, B, C]"), 4: ("[B, H, W, C]",)}  # of a module's input, by its number of dimensions
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The parts of a module that maps tokens to tokens; a single half adds its input if `residual`."""
+
+    attention: AttentionParts | None
+    mlp: MlpParts | None
+    residual: bool
+    layout: str
+
+    def batched(self, x: Tensor) -> Tensor:
+        """Returns tokens as [B, N, C]."""
+        if self.layout == "[N, B, C]":
+            return x.transpose(0, 1)
+        return x.flatten(1, 2) if self.layout == "[B, H, W, C]" else x
+
+    def restored(self, y: Tensor, x: Tensor) -> Tensor:
+        """Undoes `batched` for the output y of an input x."""
+        return y.transpose(0, 1) if self.layout == "[N, B, C]" else y.view(x.shape)
+
+
+def read_graph(graph: Graph, root: nn.Module) -> Reading:
+    """Reads the whole graph as one block, half or attention layer; raises UnreadableError with the reason."""
+    matcher = Matcher(graph, root)
+    x, y = graph.values[graph.input], matcher.output
+    if y.shape != x.shape or not matcher.linears:
+        raise UnreadableError(f"it maps {tuple(x.shape)} to {tuple(y.shape)}, not tokens to tokens of the same shape")
+    first = None
+    for layout in LAYOUTS.get(x.dim(), ()) if matcher.cores else ("[..., C]",):
+        try:
+            return matcher.read(Reading(None, None, False, layout))
+        except UnreadableError as error:
+            first = first or error
+    raise first or UnreadableError(f"its tokens must be [B, N, C], [N, B, C] or [B, H, W, C], got {tuple(x.shape)}")
+
+
+class Matcher:
+    def __init__(self, graph: Graph, root: nn.Module) -> None:
+        self.graph, self.values, self.root = graph, graph.values, root
+        self.linears, self.cores = linears_of(graph), list(cores_of(graph))
+        outputs = [each for each in graph.nodes[-1].all_input_nodes if graph.is_live(each)]
+        if len(outputs) != 1:
+            raise UnreadableError(f"it returns {len(outputs)} tensors")
+        self.output: Tensor = self.values[outputs[0]]
+        self.last = outputs[0]
+
+    # the whole
+
+    def read(self, reading: Reading) -> Reading:
+        x = reading.batched(self.values[self.graph.input])
+        if not self.cores:
+            return self._read_end(reading, x, self.graph.input, self.linears, None)
+        attention, branch, proj = self._attention(x)
+        after = [each for each in self.linears if proj.node in self.graph.ancestors[each.node]]
+        return self._read_end(replace(reading, attention=attention), x, proj.node, after, branch)
+
+    def _read_end(
+        self, reading: Reading, x: Tensor, node: fx.Node, after: Sequence[Linear], branch: Tensor | None
+    ) -> Reading:
+        """Reads what follows the output projection: LayerScale, residual, and the MLP."""
+        if branch is None:
+            mlp, y, end = self._mlp(x, node, after)
+            return self._with_residual(replace(reading, mlp=mlp), x, y, end)
+        if not after:
+            return self._with_residual(reading, x, branch, node)
+        problem = None
+        for scale in self._scales(node, after[0].x, x.shape[-1]):
+            middle = x + (branch if scale is None else branch * tensor_at(scale))
+            try:
+                mlp, y, end = self._mlp(middle, node, after)
+            except UnreadableError as error:
+                problem = problem or error
+                continue
+            attention = replace(reading.attention, layer_scale=scale)  # type: ignore[type-var]
+            return self._with_residual(replace(reading, attention=attention, mlp=mlp), middle, y, end)
+        raise problem or UnreadableError("no residual")
+
+    def _with_residual(self, reading: Reading, x: Tensor, branch: Tensor, node: fx.Node) -> Reading:
+        for scale in self._scales(node, self.last, x.shape[-1]):
+            scaled = branch if scale is None else branch * tensor_at(scale)
+            half = "attention" if reading.mlp is None else "mlp"
+            for y, residual in ((x, True), (None, False)):
+                if same_tokens(scaled if y is None else y + scaled, self.output):
+                    whole = reading.attention is not None and reading.mlp is not None
+                    if whole and not residual:
+                        continue
+                    parts = replace(getattr(reading, half), layer_scale=scale)
+                    return replace(reading, **{half: parts}, residual=residual)
+        what = "MLP" if reading.mlp is not None else "attention"
+        follows = sorted(
+            {operator_of(each) for each in self.graph.path(node, self.last)}
+            & {"layer_norm", "rms_norm", "batch_norm", "convolution", "conv2d"}
+        )
+        detail = f": {', '.join(follows)} follows" if follows else ""
+        raise UnreadableError(f"its output is not the residual sum of its input and the {what}{detail}")
+
+    def _scales(self, before: fx.Node, after: fx.Node, width: int) -> list[Slot | None]:
+        slots = self.graph.parameters_between(before, after) if before is not after else []
+        return [None, *(slot for slot in slots if tensor_at(slot).shape == (width,))]
+
+    # norms
+
+    def _norm(self, x: Tensor, target: Tensor, before: fx.Node, after: fx.Node) -> NormParts | None:
+        """Returns the norm that maps the tokens x to target, with parameters that enter between two nodes."""
+        if x.shape[-1] != target.shape[-1] or x.numel() != target.numel():
+            return None
+        slots = [slot for slot in self.graph.parameters_between(before, after) if tensor_at(slot).shape == x.shape[-1:]]
+        for eps, kind in itertools.product(self._epsilons(before, after), ("layer_norm", "rms_norm")):
+            for weight, bias in itertools.product((*slots, None), (*slots, None) if kind == "layer_norm" else (None,)):
+                norm = NormParts(weight, bias, kind, eps)
+                if same_tokens(reference.normalize(x, norm.now()), target):
+                    return norm
+        return None
+
+    def _epsilons(self, before: fx.Node, after: fx.Node) -> list[float]:
+        found = []
+        for node in self.graph.path(before, after):
+            numbers = [
+                each for each in (*node.args, *node.kwargs.values()) if isinstance(each, float) and 0 < each < 0.1
+            ]
+            if operator_of(node) == "layer_norm" and not numbers:
+                numbers = [1e-5]
+            if (operator_of(node) == "rms_norm" and not numbers) or torch.finfo(torch.float64).eps in numbers:
+                raise UnreadableError("the epsilon of its norm depends on the dtype")
+            found += numbers
+        return [*dict.fromkeys(found), 1e-30]  # the last for norms without epsilon: zeros stay zeros
+
+    def _normed(self, x: Tensor, linear: Linear, before: fx.Node, what: str) -> NormParts | None:
+        """Returns the norm before a linear layer; None if the layer reads x itself."""
+        target = self.values[linear.x]
+        if same_tokens(x, target):
+            return None
+        norm = self._norm(x, target, before, linear.x)
+        if norm is None:
+            raise UnreadableError(f"the input of its {what} is not a LayerNorm or RMSNorm of the tokens")
+        return norm
+
+    # attention
+
+    def _attention(self, x: Tensor) -> tuple[AttentionParts, Tensor, Linear]:
+        """Returns the attention half, its output before LayerScale, and its output projection."""
+        graph, cores = self.graph, self.cores
+        ends = {core.node for core in cores}
+        proj = next((each for each in self.linears if ends <= graph.ancestors[each.node]), None)
+        if proj is None:
+            raise UnreadableError("no linear layer of the tokens follows its attention")
+        sources = [[self._source(getattr(core, part), part) for core in cores] for part in "qkv"]
+        first = sources[0][0]
+        if not all(is_equal(self.values[each.x], self.values[first.x]) for part in sources for each in part):
+            raise UnreadableError("its q, k and v are linear layers of different tokens")
+        norm = self._normed(x, first, graph.input, "q, k and v")
+        normed = x if norm is None else reference.normalize(x, norm.now())
+        if changes := "; ".join(dict.fromkeys(filter(None, (core.changes for core in cores)))):
+            problem = f"its scores are changed before the softmax ({changes}), e.g. by a bias or mask"
+        else:
+            problem = "its attention is not softmax(scale * q k^T) v of all tokens of an image"
+        heads = self._heads(x)
+        target = self.values[proj.x]
+        if target.shape[-1] % heads:
+            raise UnreadableError("its heads do not divide its width")
+        orders = list(self._packed(sources, heads))
+        for normalizes, qkv in itertools.product((False, True), orders):
+            if sum(tensor_at(slot).shape[0] for slot in qkv.weights) != 3 * target.shape[-1]:
+                raise UnreadableError("its q, k and v have different widths, as with grouped keys")
+            weight, bias = qkv.tensors()
+            projected = F.linear(normed, weight, bias).unflatten(-1, (3, heads, -1))
+            for qk_norm in self._qk_norms(projected) if normalizes else (None,):
+                parts = None if qk_norm is None else qk_norm.now()
+                scale = self._scale(reference.qk_norm_rope(projected, parts, None))
+                mixed = mix(projected, parts, scale)
+                if not same_tokens(mixed, target):
+                    continue
+                width = projected.shape[-1]
+                attention = AttentionParts(
+                    norm=norm, layer_scale=None, drop_path=None, dropouts=(), module=self.root, qkv=qkv,  # type: ignore[arg-type]
+                    num_heads=heads, scale=None if abs(scale * width**0.5 - 1) < TOLERANCE else scale,
+                    proj=self._owner(proj, "its output projection"), qk_norm=qk_norm,
+                )  # fmt: skip
+                return attention, F.linear(mixed, attention.proj.weight, attention.proj.bias), proj
+        raise UnreadableError(problem)
+
+    def _source(self, operand: fx.Node, part: str) -> Linear:
+        """Returns the linear layer from which an operand of a product is computed."""
+        before = {operand, *self.graph.ancestors[operand]}
+        found = [each for each in self.linears if each.node in before]
+        found = [each for each in found if not any(each.node in self.graph.ancestors[other.node] for other in found)]
+        if len(found) != 1:
+            raise UnreadableError(f"its {part} is not one linear layer of the tokens")
+        return found[0]
+
+    def _heads(self, x: Tensor) -> int:
+        core, tokens = self.cores[0], x.shape[0] * x.shape[1]
+        q = self.values[core.q]
+        if core.scores is None:
+            heads, rest = divmod(q.numel(), tokens * q.shape[-1])
+        else:
+            heads, rest = divmod(self.values[core.scores].numel(), tokens * x.shape[1])
+        if rest or not heads:
+            raise UnreadableError("its attention is not among all tokens of an image, e.g. within windows")
+        return heads * len(self.cores)
+
+    def _packed(self, sources: list[list[Linear]], heads: int) -> Iterator[LinearParts]:
+        """Yields the possible orders of the rows of q, k and v."""
+        layers = list({(each.weights, each.chunk): each for part in sources for each in part}.values())
+        chunks = [each.chunk for each in layers]
+        slots = {each.weights for each in layers}
+        if len(slots) == 1 and chunks in ([(0, 1)], [(0, 3), (1, 3), (2, 3)]):
+            qkv = LinearParts(layers[0].weights, layers[0].biases)
+            yield qkv
+            size = {"three": 3, "heads": heads, "channels": qkv.tensors()[0].shape[0] // (3 * heads)}
+            for names in list(itertools.permutations(size))[1:]:
+                sizes: Any = tuple(size[name] for name in names)
+                yield replace(qkv, order=(sizes, tuple(names.index(name) for name in size)))  # type: ignore[arg-type]
+        elif all(chunk == (0, 1) for chunk in chunks):
+            weights = tuple(slot for each in layers for slot in each.weights)
+            yield LinearParts(weights, tuple(slot for each in layers for slot in each.biases))
+        else:
+            raise UnreadableError("its q, k and v use parts of several weights")
+
+    def _qk_norms(self, qkv: Tensor) -> Iterator[QkNormParts]:
+        core = self.cores[0]
+        if len(self.cores) > 1:
+            return
+        for over in ("head", "width"):
+            found = []
+            for i, operand in enumerate((core.q, core.k)):
+                x = qkv[:, :, i] if over == "head" else qkv[:, :, i].flatten(-2)
+                start = self._source(operand, "qk"[i]).node
+                path = [node for node in self.graph.path(start, operand) if operator_of(node) in NORM_ENDS]
+                norms = (self._norm(x, self.values[node], start, node) for node in reversed(path))
+                found.append(next((norm for norm in norms if norm is not None), None))
+            q, k = found
+            if q is not None and k is not None and (q.kind, q.eps) == (k.kind, k.eps):
+                yield QkNormParts(q, k, over)
+
+    def _scale(self, qkv: Tensor) -> float:
+        """Returns the multiplier of q k^T. Frobenius norms do not depend on the layout."""
+        core = self.cores[0]
+        q, k, _ = qkv.transpose(1, 3).unbind(2)
+        if core.scores is None:
+            ratio = self.values[core.q].norm() * self.values[core.k].norm() / (q.norm() * k.norm())
+        else:
+            ratio = (
+                self.values[core.scores].norm() / (q @ k.transpose(-2, -1))[:, : q.shape[1] // len(self.cores)].norm()
+            )
+        return float(f"{core.scale * float(ratio):.7g}")
+
+    def _owner(self, linear: Linear, what: str) -> nn.Module:
+        """Returns the module with weight and bias of a linear layer."""
+        owner, name = linear.weights[0]
+        bias = linear.biases[0]
+        own_bias = bias == (owner, "bias") if bias is not None else getattr(owner, "bias", UnreadableError) is None
+        if len(linear.weights) > 1 or linear.chunk != (0, 1) or name != "weight" or not own_bias:
+            raise UnreadableError(f"weight and bias of {what} are not those of one module")
+        return owner
+
+    # MLP
+
+    def _mlp(self, x: Tensor, before: fx.Node, linears: Sequence[Linear]) -> tuple[MlpParts, Tensor, fx.Node]:
+        """Returns the MLP half of tokens x, its output before LayerScale, and the node of the output."""
+        if len(linears) not in (2, 3):
+            raise UnreadableError(f"its MLP must have two or three linear layers, got {len(linears)}")
+        *firsts, fc2 = linears
+        norm = self._normed(x, firsts[0], before, "MLP")
+        if norm is None:
+            raise UnreadableError("no norm precedes its MLP")
+        if len(firsts) == 2 and not is_equal(self.values[firsts[0].x], self.values[firsts[1].x]):
+            raise UnreadableError("the linear layers of its MLP read different tokens")
+        for activation, parts, hidden in self._hidden(firsts):
+            target = self.values[fc2.x]
+            inner = None
+            if not same_tokens(hidden, target):
+                inner = self._norm(hidden, target, firsts[0].node, fc2.x)
+                if inner is None:
+                    continue
+            mlp = MlpParts(
+                norm=norm, layer_scale=None, drop_path=None, dropouts=(), activation=activation, inner_norm=inner,
+                fc2=self._owner(fc2, "its last linear layer"), **parts,
+            )  # fmt: skip
+            return mlp, branch_of(mlp, x), fc2.node
+        names = ", ".join(reference.ACTIVATIONS)
+        raise UnreadableError(f"its MLP computes none of {names} between its linear layers, plain or as a gate")
+
+    def _hidden(self, firsts: Sequence[Linear]) -> Iterator[tuple[str, dict[str, LinearParts], Tensor]]:
+        values = [self.values[each.node] for each in firsts]
+        layers = [LinearParts(each.weights, each.biases, each.half()) for each in firsts]
+        if len(firsts) == 1 and values[0].shape[-1] % 2 == 0 and layers[0].chunk is None:
+            pairs = list(zip((replace(layers[0], chunk=i) for i in (0, 1)), values[0].chunk(2, -1)))
+        else:
+            pairs = list(zip(layers, values)) if len(firsts) == 2 else []
+        for name, function in reference.ACTIVATIONS.items():
+            if len(firsts) == 1:
+                yield name, {"fc1": layers[0]}, function(values[0])
+            for (gate, a), (fc1, b) in itertools.permutations(pairs, 2):
+                yield name, {"fc1": fc1, "gate": gate}, function(a) * b
+
+
+def branch_of(mlp: MlpParts, x: Tensor) -> Tensor:
+    """Computes the MLP half of x without residual by the reference."""
+    return reference.layer_norm_mlp(
+        x, block_tensors(None, mlp), eps=mlp.norm.eps, norm=mlp.norm.kind, activation=mlp.activation, residual=False,
+        inner_norm=mlp.inner,
+    )  # fmt: skip
+
+
+def mix(qkv: Tensor, qk_norm: QkNorm | None, scale: float | None) -> Tensor:
+    """Computes attention from qkv [B, N, 3, H, D] by the reference, -> [B, N, H * D]."""
+    q, k, v = reference.qk_norm_rope(qkv, qk_norm, None).transpose(1, 3).unbind(2)
+    return reference.attention(q, k, v, scale=scale).transpose(1, 2).flatten(2)

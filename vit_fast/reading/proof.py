@@ -1,0 +1,133 @@
+"""Proves a reading: module and parts compute the same outputs and gradients, on random weights and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..blocks.block import run_attention, run_mlp
+from .calls import Call, drop_slots
+from .capture import UnreadableError, tokens_like
+from .matcher import Reading
+
+# Relative errors of the branches, root mean square. Modules that compute norms or softmax in fp32 differ by 1e-6.
+LIMITS = {torch.float64: 2e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+
+
+def run_reading(reading: Reading, x: Tensor, backend: str) -> Tensor:
+    """Computes the module from its parts. Keeps the module's layout."""
+    y = reading.batched(x)
+    if reading.attention is not None:
+        y = run_attention(reading.attention, y, backend, reading.residual)
+    if reading.mlp is not None:
+        y = run_mlp(reading.mlp, y, backend, reading.residual)
+    return reading.restored(y, x)
+
+
+def prove(copied: nn.Module, call: Call, reading: Reading, shape: tuple[int, ...]) -> None:
+    """Raises UnreadableError if outputs or gradients differ in evaluation mode; `copied` is a random copy."""
+    x = tokens_like(shape)
+    parameters = list(copied.parameters())
+    for parameter in parameters:
+        parameter.requires_grad_(parameter.is_floating_point())
+    results: list[list[Any]] = []
+    runs: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda x: call.run(copied, x),
+        lambda x: run_reading(reading, x, "eager"),
+    )
+    for run in runs:
+        given = x.clone().requires_grad_()
+        y = run(given)
+        weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=y.dtype)
+        gradients = torch.autograd.grad((y * weight).sum(), [given, *parameters], allow_unused=True)
+        results.append([y.detach() - x if reading.residual else y.detach(), *gradients])
+    names = ["outputs", "gradients of its tokens", *(f"gradients of {name}" for name, _ in copied.named_parameters())]
+    for name, a, b in zip(names, *results):
+        if (a is None) is not (b is None) or (a is not None and not _is_near(b, a, 10 * LIMITS[torch.float64])):
+            raise UnreadableError(f"its parts were read, but the {name} of module and parts differ")
+
+
+def _is_near(a: Tensor, b: Tensor, limit: float) -> bool:
+    # gradients that are zero up to rounding, e.g. of the bias of keys, need an absolute bound
+    return a.shape == b.shape and bool((a - b).norm() <= limit * b.norm() + 1e-8)
+
+
+def proved_dtypes(copied: nn.Module, call: Call, reading: Reading, shape: tuple[int, ...]) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes in which module and parts agree; changes the dtype of `copied`."""
+    found = []
+    for dtype, limit in LIMITS.items():
+        copied._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # noqa: B023
+        x = tokens_like(shape).to(dtype)
+        base = x if reading.residual else torch.zeros_like(x)
+        try:
+            y, expected = run_reading(reading, x, "eager"), call.run(copied, x)
+        except (RuntimeError, TypeError):
+            continue
+        if y.dtype is expected.dtype is dtype and _is_near(y - base, expected - base, limit):
+            found.append(dtype)
+    return tuple(found)
+
+
+def is_same_in_training(copied: nn.Module, call: Call, reading: Reading, x: Tensor) -> bool:
+    """Returns True if training mode with inactive dropout computes the same as evaluation mode."""
+    with _training(copied), torch.no_grad():
+        try:
+            before = [tensor.clone() for tensor in copied.buffers()]
+            y = call.run(copied, x)
+        except (RuntimeError, ValueError, UnreadableError):
+            return False
+        same = all(map(torch.equal, before, copied.buffers()))
+        return same and _is_near(y, run_reading(reading, x, "eager"), LIMITS[torch.float64])
+
+
+@contextmanager
+def _training(copied: nn.Module) -> Iterator[None]:
+    slots = drop_slots(copied)
+    rates = [getattr(*slot) for slot in slots]
+    for owner, name in slots:
+        setattr(owner, name, 0.0)
+    copied.train()
+    try:
+        yield
+    finally:
+        copied.eval()
+        for (owner, name), rate in zip(slots, rates):
+            setattr(owner, name, rate)
+
+
+def with_drop_paths(copied: nn.Module, call: Call, reading: Reading, x: Tensor) -> Reading:
+    """Adds the drop paths of the halves: where a module multiplied by 0 removes a half, it is the half's drop path."""
+    if not reading.residual or reading.layout == "[N, B, C]":
+        return reading
+    halves = {name: getattr(reading, name) for name in ("attention", "mlp") if getattr(reading, name) is not None}
+    with torch.no_grad():
+        for part in [part for part, name in drop_slots(copied) if name == "drop_prob" and _drops_samples(part)]:
+            hook = part.register_forward_hook(lambda _, __, output: output * 0)
+            y = call.run(copied, x)
+            hook.remove()
+            for removed in [*([name] for name in halves), list(halves)]:
+                rest: Any = dict.fromkeys(removed)
+                if _is_near(y, run_reading(replace(reading, **rest), x, "eager"), LIMITS[torch.float64]):
+                    found = {name: replace(getattr(reading, name), drop_path=part) for name in removed}
+                    reading = replace(reading, **found)
+    return reading
+
+
+def _drops_samples(part: Any) -> bool:
+    """Returns True if a module drops samples of a batch at random, and scales the others by 1 / (1 - drop_prob)."""
+    rate, part.drop_prob = part.drop_prob, 0.5
+    part.train()
+    try:
+        kept = part(torch.ones(64, 3, 2, dtype=torch.float64)).flatten(1)
+    except (RuntimeError, TypeError):
+        return False
+    finally:
+        part.eval()
+        part.drop_prob = rate
+    values = set(kept.unique().tolist())
+    return values == {0.0, 2.0} and bool((kept == kept[:, :1]).all())

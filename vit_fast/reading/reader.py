@@ -1,0 +1,263 @@
+"""Reads the modules of a model that a forward of an example calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..blocks.parts import detached
+from ..blocks.plain import touch_reasons
+from .calls import Call, state_of, structure_of
+from .capture import Graph, UnreadableError, capture, depends_on_shape, random_copy, tokens_like
+from .forms import Recipe
+from .matcher import Reading, read_graph
+from .proof import is_same_in_training, prove, proved_dtypes, run_reading, with_drop_paths
+
+SMALL = (2, 7)  # batch size and number of tokens of a capture, if the forward supports any
+# Relative error of a module's parts on the example in the model's dtype
+EXAMPLE_LIMITS = {torch.float32: 1e-3, torch.float64: 1e-5}
+
+
+def read(module: nn.Module, x: Tensor, call: Call | None = None) -> Recipe:
+    """Reads a module that maps tokens to tokens, [B, N, C], [N, B, C] or [B, H, W, C], and proves what it read.
+
+    `recipe.reading(module)` returns `AttentionParts` and `MlpParts`, also for other modules of equal structure.
+
+    Args:
+        module: A block, a half of a block, an attention layer, or an MLP with a norm. It stays unchanged.
+        x: Tokens as the module gets them. Only the shape is used.
+        call: The other arguments and the output; by default, forward gets and returns one tensor.
+    Raises:
+        UnreadableError: states in terms of the computation why the module cannot be read.
+    """
+    call = call or Call(0, (), None)
+    if x.dim() not in (3, 4):
+        raise UnreadableError(f"its tokens must have three or four dimensions, got shape {tuple(x.shape)}")
+    if reasons := touch_reasons([(name or "it", part) for name, part in module.named_modules()]):
+        raise UnreadableError("; ".join(reasons))
+    copied = random_copy(module)
+
+    def forward(x: Tensor) -> Tensor:
+        return call.run(copied, x)
+
+    def captured(shape: tuple[int, ...]) -> tuple[Graph, Reading]:
+        graph = capture(copied, forward, tokens_like(shape))
+        with torch.no_grad():
+            return graph, read_graph(graph, copied)
+
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        probe = _small(x)
+        try:
+            graph, reading = captured(probe)
+            fixed = graph.makes_constants() or depends_on_shape(forward, tuple(x.shape))
+        except UnreadableError:
+            fixed = True
+        if fixed:  # the reading is valid for this shape only
+            probe = tuple(x.shape)
+            _, reading = captured(probe)
+        return _proved(copied, call, reading, probe, fixed)
+
+
+def _small(x: Tensor) -> tuple[int, ...]:
+    """Returns the shape of a capture if the forward supports any batch size and number of tokens."""
+    return (SMALL[0], *(SMALL[1:] * (x.dim() - 2)), x.shape[-1])
+
+
+def _proved(copied: nn.Module, call: Call, reading: Reading, probe: tuple[int, ...], fixed: bool) -> Recipe:
+    prove(copied, call, reading, probe)
+    x = tokens_like(probe)
+    reading = with_drop_paths(copied, call, reading, x)
+    trains = is_same_in_training(copied, call, reading, x)
+    attention, mlp = detached(copied, reading.attention), detached(copied, reading.mlp)
+    with torch.no_grad():
+        dtypes = proved_dtypes(copied, call, reading, probe)
+    shape = probe if fixed else None
+    return Recipe(attention, mlp, reading.residual, reading.layout, call, x.dim(), shape, dtypes, trains)
+
+
+@dataclass
+class Record:
+    """A call of a module in the forward of the example."""
+
+    call: Call | None
+    problem: str  # why there is no `call`
+    x: Tensor | None = None
+    y: Any = None
+    training: bool = False
+
+
+@dataclass
+class Found:
+    """What was read in a model."""
+
+    is_read: bool = False  # False without an example
+    recipes: dict[nn.Module, Recipe] = field(default_factory=dict)
+    reasons: dict[nn.Module, str] = field(default_factory=dict)
+    cores: Counter[nn.Module] = field(default_factory=Counter)  # softmax attention computed in a module
+    own: Counter[nn.Module] = field(default_factory=Counter)  # of these, not in one of its submodules
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the first call of each module, and counts the attention cores in it."""
+
+    def __init__(self, model: nn.Module, found: Found) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.stack: list[nn.Module] = []  # modules whose forward runs
+        self.weights: list[nn.Module] = []  # the same when a softmax was computed, until the next product
+        self.records: dict[nn.Module, Record] = {}
+        self.found, self.model = found, model
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_softmax", "_safe_softmax"):
+            self.weights = list(self.stack)
+        elif self.weights and name in ("bmm", "baddbmm", "mm", "addmm"):
+            self._count(self.weights if name != "addmm" else [])
+            self.weights = []
+        elif name.startswith("_scaled_dot_product"):
+            self._count(self.stack)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, stack: list[nn.Module]) -> None:
+        self.found.cores.update(set(stack))
+        self.found.own.update(stack[-1:])
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.stack.append(module)
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.stack.pop()
+        if module in self.records:
+            return
+        try:
+            call = Call.of(args, kwargs, output)
+        except UnreadableError as error:
+            self.records[module] = Record(None, str(error))
+            return
+        x = call.tokens(args, kwargs)
+        y = output if call.place is None else output[call.place]
+        self.records[module] = Record(call, "")
+        if isinstance(y, Tensor) and y.shape == x.shape and x.dim() in (3, 4) and x.is_floating_point():
+            self.records[module] = Record(call, "", x.detach().clone(), y.detach().clone())
+
+
+def read_model(model: nn.Module, example: Any, is_known: Callable[[nn.Module], bool]) -> Found:
+    """Reads all modules of a model that are not inside a module which was read or `is_known`.
+
+    Args:
+        model: The model. It stays unchanged.
+        example: A tensor, a tuple of arguments, or a dictionary of keyword arguments for one forward.
+        is_known: Returns True for modules that must not be read, because their class is supported.
+    """
+    found = Found(is_read=True)
+    records = _recorded(model, example, found)
+    known: dict[Any, list[tuple[Any, Recipe | UnreadableError]]] = {}
+
+    def visit(module: nn.Module) -> None:
+        if is_known(module):
+            return
+        record = records.get(module)
+        if (
+            record is not None
+            and (record.x is not None or found.cores[module])
+            and _is_candidate(module, found, records)
+        ):
+            result = _read_once(module, record, known)
+            if isinstance(result, Recipe):
+                found.recipes[module] = result
+                return
+            found.reasons[module] = str(result)
+        for child in module.children():
+            visit(child)
+
+    visit(model)
+    return found
+
+
+def _recorded(model: nn.Module, example: Any, found: Found) -> dict[nn.Module, Record]:
+    """Runs the model in evaluation mode on at most two images."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(example, dict):
+        kwargs = example
+    else:
+        args = example if isinstance(example, tuple) else (example,)
+    recorder, modes = _Recorder(model, found), [(part, part.training) for part in model.modules()]
+    with ExitStack() as undo:
+        for part, mode in modes:
+            undo.callback(setattr, part, "training", mode)
+            part.training = False
+            undo.callback(part.register_forward_pre_hook(recorder.enter, with_kwargs=True).remove)
+            undo.callback(part.register_forward_hook(recorder.leave, with_kwargs=True).remove)
+        undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), recorder:
+            model(*args, **kwargs)
+    return recorder.records
+
+
+def _is_candidate(module: nn.Module, found: Found, records: dict[nn.Module, Record]) -> bool:
+    """Returns True if a module may be one block, half, attention layer or MLP."""
+    matrices = sum(parameter.dim() == 2 for parameter in module.parameters())
+    cores = found.cores[module]
+    if cores > 1:  # one per head, or several attention layers
+        inside = [part for part in module.modules() if part is not module and found.cores[part]]
+        if any(part in records and records[part].x is not None for part in inside):
+            return False
+    return 2 <= matrices <= 3 * cores + 6
+
+
+def _read_once(
+    module: nn.Module, record: Record, known: dict[Any, list[tuple[Any, Recipe | UnreadableError]]]
+) -> Recipe | UnreadableError:
+    """Reads a module, or binds the recipe of a module with equal structure and compares both on the example."""
+    if record.call is None or record.x is None:
+        return UnreadableError(record.problem or "it does not map tokens to tokens of the same shape")
+    structure, state = structure_of(module), state_of(module)
+    key = (structure, record.call, record.x.shape)
+    try:
+        for before, result in known.get(key, []):
+            if before == state:
+                break
+            if isinstance(result, Recipe):  # e.g. another index of the layer
+                try:
+                    result = _rebound(module, result, record.x)
+                    break
+                except UnreadableError:
+                    continue
+        else:
+            try:
+                result = read(module, record.x, record.call)
+            except UnreadableError as error:
+                result = error
+        known.setdefault(key, []).append((state, result))
+        if isinstance(result, Recipe):
+            _check_example(module, result, record)
+        return result
+    except UnreadableError as error:
+        return error
+
+
+def _rebound(module: nn.Module, recipe: Recipe, x: Tensor) -> Recipe:
+    """Proves a recipe for a module with equal structure, but other attributes."""
+    copied = random_copy(module)
+    probe = recipe.shape or _small(x)
+    return _proved(copied, recipe.call, recipe.reading(copied), probe, recipe.shape is not None)
+
+
+def _check_example(module: nn.Module, recipe: Recipe, record: Record) -> None:
+    x, y = record.x, record.y
+    assert x is not None
+    with torch.no_grad():
+        parts = run_reading(recipe.reading(module), x, "sdpa")
+    base = x if recipe.residual else torch.zeros_like(x)
+    limit = EXAMPLE_LIMITS.get(x.dtype, 0.05)
+    if not (parts - y).norm() <= limit * (y - base).norm() + 1e-6 * y.norm():
+        raise UnreadableError("its parts were read, but their output on the example differs from that of the module")
