@@ -1,7 +1,8 @@
-"""Finds linear layers and attention cores in a graph, whatever operators compute them."""
+"""Finds norms, linear layers and attention cores in a graph, whatever operators compute them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..blocks.parts import Slot, tensor_at
-from .capture import Graph, operator_of
+from ..blocks.parts import NormParts, Slot, tensor_at
+from ..ops import reference
+from .capture import Graph, UnreadableError, operator_of
 
 TOLERANCE = 1e-5  # relative; modules that compute norms or softmax in fp32 differ by 1e-7
 
@@ -58,6 +60,52 @@ def same_tokens(a: Tensor, b: Tensor) -> bool:
         return False
     a, b = (each.reshape(-1, each.shape[-1]) for each in (a, b))
     return is_equal(a, b) or is_equal(a[a[:, 0].argsort()], b[b[:, 0].argsort()])
+
+
+class Vectors:
+    """Finds norms and LayerScale by the vectors that enter between two nodes."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.values = graph, graph.values
+
+    def _scales(self, before: fx.Node, after: fx.Node, width: int) -> list[Slot | None]:
+        slots = self.graph.parameters_between(before, after) if before is not after else []
+        return [None, *(slot for slot in slots if tensor_at(slot).shape == (width,))]
+
+    def _norm(self, x: Tensor, target: Tensor, before: fx.Node, after: fx.Node) -> NormParts | None:
+        """Returns the norm that maps the tokens x to target, with parameters that enter between two nodes."""
+        if x.shape[-1] != target.shape[-1] or x.numel() != target.numel():
+            return None
+        slots = [slot for slot in self.graph.parameters_between(before, after) if tensor_at(slot).shape == x.shape[-1:]]
+        for eps, kind in itertools.product(self._epsilons(before, after), ("layer_norm", "rms_norm")):
+            for weight, bias in itertools.product((*slots, None), (*slots, None) if kind == "layer_norm" else (None,)):
+                norm = NormParts(weight, bias, kind, eps)
+                if same_tokens(reference.normalize(x, norm.now()), target):
+                    return norm
+        return None
+
+    def _epsilons(self, before: fx.Node, after: fx.Node) -> list[float]:
+        found = []
+        for node in self.graph.path(before, after):
+            numbers = [
+                each for each in (*node.args, *node.kwargs.values()) if isinstance(each, float) and 0 < each < 0.1
+            ]
+            if operator_of(node) == "layer_norm" and not numbers:
+                numbers = [1e-5]
+            if (operator_of(node) == "rms_norm" and not numbers) or torch.finfo(torch.float64).eps in numbers:
+                raise UnreadableError("the epsilon of its norm depends on the dtype")
+            found += numbers
+        return [*dict.fromkeys(found), 1e-30]  # the last for norms without epsilon: zeros stay zeros
+
+    def _normed(self, x: Tensor, linear: Linear, before: fx.Node, what: str) -> NormParts | None:
+        """Returns the norm before a linear layer; None if the layer reads x itself."""
+        target = self.values[linear.x]
+        if same_tokens(x, target):
+            return None
+        norm = self._norm(x, target, before, linear.x)
+        if norm is None:
+            raise UnreadableError(f"the input of its {what} is not a LayerNorm or RMSNorm of the tokens")
+        return norm
 
 
 def linears_of(graph: Graph) -> list[Linear]:

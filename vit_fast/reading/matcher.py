@@ -12,15 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..blocks.parts import AttentionParts, LinearParts, MlpParts, NormParts, QkNormParts, Slot, block_tensors, tensor_at
+from ..blocks.parts import AttentionParts, LinearParts, MlpParts, QkNormParts, block_tensors, tensor_at
 from ..ops import reference
 from ..ops.descriptions import QkNorm
 from .capture import Graph, UnreadableError, operator_of
-from .elements import TOLERANCE, Linear, cores_of, is_equal, linears_of, same_tokens
+from .elements import TOLERANCE, Linear, Vectors, cores_of, is_equal, linears_of, same_tokens
 
 NORM_ENDS = {"layer_norm", "rms_norm", "mul", "add", "div"}  # operators that may be the last one of a norm
 LAYOUTS = {3: ("[B, N, C]", "[N, B, C]"), 4: ("[B, H, W, C]",)}  # of a module's input, by its number of dimensions
@@ -61,9 +60,10 @@ def read_graph(graph: Graph, root: nn.Module) -> Reading:
     raise first or UnreadableError(f"its tokens must be [B, N, C], [N, B, C] or [B, H, W, C], got {tuple(x.shape)}")
 
 
-class Matcher:
+class Matcher(Vectors):
     def __init__(self, graph: Graph, root: nn.Module) -> None:
-        self.graph, self.values, self.root = graph, graph.values, root
+        super().__init__(graph)
+        self.root = root
         self.linears, self.cores = linears_of(graph), list(cores_of(graph))
         outputs = [each for each in graph.nodes[-1].all_input_nodes if graph.is_live(each)]
         if len(outputs) != 1:
@@ -121,47 +121,6 @@ class Matcher:
         detail = f": {', '.join(follows)} follows" if follows else ""
         raise UnreadableError(f"its output is not the residual sum of its input and the {what}{detail}")
 
-    def _scales(self, before: fx.Node, after: fx.Node, width: int) -> list[Slot | None]:
-        slots = self.graph.parameters_between(before, after) if before is not after else []
-        return [None, *(slot for slot in slots if tensor_at(slot).shape == (width,))]
-
-    # norms
-
-    def _norm(self, x: Tensor, target: Tensor, before: fx.Node, after: fx.Node) -> NormParts | None:
-        """Returns the norm that maps the tokens x to target, with parameters that enter between two nodes."""
-        if x.shape[-1] != target.shape[-1] or x.numel() != target.numel():
-            return None
-        slots = [slot for slot in self.graph.parameters_between(before, after) if tensor_at(slot).shape == x.shape[-1:]]
-        for eps, kind in itertools.product(self._epsilons(before, after), ("layer_norm", "rms_norm")):
-            for weight, bias in itertools.product((*slots, None), (*slots, None) if kind == "layer_norm" else (None,)):
-                norm = NormParts(weight, bias, kind, eps)
-                if same_tokens(reference.normalize(x, norm.now()), target):
-                    return norm
-        return None
-
-    def _epsilons(self, before: fx.Node, after: fx.Node) -> list[float]:
-        found = []
-        for node in self.graph.path(before, after):
-            numbers = [
-                each for each in (*node.args, *node.kwargs.values()) if isinstance(each, float) and 0 < each < 0.1
-            ]
-            if operator_of(node) == "layer_norm" and not numbers:
-                numbers = [1e-5]
-            if (operator_of(node) == "rms_norm" and not numbers) or torch.finfo(torch.float64).eps in numbers:
-                raise UnreadableError("the epsilon of its norm depends on the dtype")
-            found += numbers
-        return [*dict.fromkeys(found), 1e-30]  # the last for norms without epsilon: zeros stay zeros
-
-    def _normed(self, x: Tensor, linear: Linear, before: fx.Node, what: str) -> NormParts | None:
-        """Returns the norm before a linear layer; None if the layer reads x itself."""
-        target = self.values[linear.x]
-        if same_tokens(x, target):
-            return None
-        norm = self._norm(x, target, before, linear.x)
-        if norm is None:
-            raise UnreadableError(f"the input of its {what} is not a LayerNorm or RMSNorm of the tokens")
-        return norm
-
     # attention
 
     def _attention(self, x: Tensor) -> tuple[AttentionParts, Tensor, Linear]:
@@ -185,7 +144,7 @@ class Matcher:
         target = self.values[proj.x]
         if target.shape[-1] % heads:
             raise UnreadableError("its heads do not divide its width")
-        orders = list(self._packed(sources, heads))
+        orders = list(_packed(sources, heads))
         for normalizes, qkv in itertools.product((False, True), orders):
             if sum(tensor_at(slot).shape[0] for slot in qkv.weights) != 3 * target.shape[-1]:
                 raise UnreadableError("its q, k and v have different widths, as with grouped keys")
@@ -201,7 +160,7 @@ class Matcher:
                 attention = AttentionParts(
                     norm=norm, layer_scale=None, drop_path=None, dropouts=(), module=self.root, qkv=qkv,  # type: ignore[arg-type]
                     num_heads=heads, scale=None if abs(scale * width**0.5 - 1) < TOLERANCE else scale,
-                    proj=self._owner(proj, "its output projection"), qk_norm=qk_norm,
+                    proj=_owner(proj, "its output projection"), qk_norm=qk_norm,
                 )  # fmt: skip
                 return attention, F.linear(mixed, attention.proj.weight, attention.proj.bias), proj
         raise UnreadableError(problem)
@@ -225,24 +184,6 @@ class Matcher:
         if rest or not heads:
             raise UnreadableError("its attention is not among all tokens of an image, e.g. within windows")
         return heads * len(self.cores)
-
-    def _packed(self, sources: list[list[Linear]], heads: int) -> Iterator[LinearParts]:
-        """Yields the possible orders of the rows of q, k and v."""
-        layers = list({(each.weights, each.chunk): each for part in sources for each in part}.values())
-        chunks = [each.chunk for each in layers]
-        slots = {each.weights for each in layers}
-        if len(slots) == 1 and chunks in ([(0, 1)], [(0, 3), (1, 3), (2, 3)]):
-            qkv = LinearParts(layers[0].weights, layers[0].biases)
-            yield qkv
-            size = {"three": 3, "heads": heads, "channels": qkv.tensors()[0].shape[0] // (3 * heads)}
-            for names in list(itertools.permutations(size))[1:]:
-                sizes: Any = tuple(size[name] for name in names)
-                yield replace(qkv, order=(sizes, tuple(names.index(name) for name in size)))  # type: ignore[arg-type]
-        elif all(chunk == (0, 1) for chunk in chunks):
-            weights = tuple(slot for each in layers for slot in each.weights)
-            yield LinearParts(weights, tuple(slot for each in layers for slot in each.biases))
-        else:
-            raise UnreadableError("its q, k and v use parts of several weights")
 
     def _qk_norms(self, qkv: Tensor) -> Iterator[QkNormParts]:
         core = self.cores[0]
@@ -272,15 +213,6 @@ class Matcher:
             )
         return float(f"{core.scale * float(ratio):.7g}")
 
-    def _owner(self, linear: Linear, what: str) -> nn.Module:
-        """Returns the module with weight and bias of a linear layer."""
-        owner, name = linear.weights[0]
-        bias = linear.biases[0]
-        own_bias = bias == (owner, "bias") if bias is not None else getattr(owner, "bias", UnreadableError) is None
-        if len(linear.weights) > 1 or linear.chunk != (0, 1) or name != "weight" or not own_bias:
-            raise UnreadableError(f"weight and bias of {what} are not those of one module")
-        return owner
-
     # MLP
 
     def _mlp(self, x: Tensor, before: fx.Node, linears: Sequence[Linear]) -> tuple[MlpParts, Tensor, fx.Node]:
@@ -302,7 +234,7 @@ class Matcher:
                     continue
             mlp = MlpParts(
                 norm=norm, layer_scale=None, drop_path=None, dropouts=(), activation=activation, inner_norm=inner,
-                fc2=self._owner(fc2, "its last linear layer"), **parts,
+                fc2=_owner(fc2, "its last linear layer"), **parts,
             )  # fmt: skip
             return mlp, branch_of(mlp, x), fc2.node
         names = ", ".join(reference.ACTIVATIONS)
@@ -320,6 +252,35 @@ class Matcher:
                 yield name, {"fc1": layers[0]}, function(values[0])
             for (gate, a), (fc1, b) in itertools.permutations(pairs, 2):
                 yield name, {"fc1": fc1, "gate": gate}, function(a) * b
+
+
+def _packed(sources: list[list[Linear]], heads: int) -> Iterator[LinearParts]:
+    """Yields the possible orders of the rows of q, k and v."""
+    layers = list({(each.weights, each.chunk): each for part in sources for each in part}.values())
+    chunks = [each.chunk for each in layers]
+    slots = {each.weights for each in layers}
+    if len(slots) == 1 and chunks in ([(0, 1)], [(0, 3), (1, 3), (2, 3)]):
+        qkv = LinearParts(layers[0].weights, layers[0].biases)
+        yield qkv
+        size = {"three": 3, "heads": heads, "channels": qkv.tensors()[0].shape[0] // (3 * heads)}
+        for names in list(itertools.permutations(size))[1:]:
+            sizes: Any = tuple(size[name] for name in names)
+            yield replace(qkv, order=(sizes, tuple(names.index(name) for name in size)))  # type: ignore[arg-type]
+    elif all(chunk == (0, 1) for chunk in chunks):
+        weights = tuple(slot for each in layers for slot in each.weights)
+        yield LinearParts(weights, tuple(slot for each in layers for slot in each.biases))
+    else:
+        raise UnreadableError("its q, k and v use parts of several weights")
+
+
+def _owner(linear: Linear, what: str) -> nn.Module:
+    """Returns the module with weight and bias of a linear layer."""
+    owner, name = linear.weights[0]
+    bias = linear.biases[0]
+    own_bias = bias == (owner, "bias") if bias is not None else getattr(owner, "bias", UnreadableError) is None
+    if len(linear.weights) > 1 or linear.chunk != (0, 1) or name != "weight" or not own_bias:
+        raise UnreadableError(f"weight and bias of {what} are not those of one module")
+    return owner
 
 
 def branch_of(mlp: MlpParts, x: Tensor) -> Tensor:

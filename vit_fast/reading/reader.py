@@ -95,7 +95,7 @@ class Record:
 
 @dataclass
 class Found:
-    """What was read in a model."""
+    """The modules of a model that were read, or the reasons why not."""
 
     is_read: bool = False  # False without an example
     recipes: dict[nn.Module, Recipe] = field(default_factory=dict)
