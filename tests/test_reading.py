@@ -324,3 +324,13 @@ def test_attention_layer_without_norm_and_the_report() -> None:
     assert [row.name for row in report.fused] == ["layers.0.attention", "layers.1.attention"]
     assert runs_fused(model, lambda: model(IMAGES))
     torch.testing.assert_close(model(IMAGES), expected)
+
+
+def test_a_model_that_states_its_size_needs_no_example() -> None:
+    model = Net(Packed).eval()
+    report = vit_fast.fuse(model)
+    assert [row.name for row in report.skipped] == ["layers.0", "layers.1"] and "pass example=" in str(report)
+    with pytest.raises(vit_fast.UnsupportedInputError, match="pass example="):
+        report.require_all()
+    model.img_size = 20  # type: ignore[assignment]
+    assert len(vit_fast.fuse(model).require_all().fused) == 2

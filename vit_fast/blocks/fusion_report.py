@@ -10,6 +10,9 @@ from typing import Any
 
 from ..errors import raise_unsupported
 
+UNKNOWN = "is not a supported class"
+HINT = "pass example=, an input of the model, to fuse modules of other classes by what they compute"
+
 
 @dataclass(frozen=True)
 class ModuleReport:
@@ -50,6 +53,10 @@ class FusionReport:
     def skipped(self) -> tuple[ModuleReport, ...]:
         return tuple(module for module in self.modules if not module.fused)
 
+    @property
+    def _has_unknown(self) -> bool:
+        return any(reason.endswith(UNKNOWN) for module in self.modules for reason in module.reasons)
+
     def require_all(self) -> FusionReport:
         """Returns the report if every module in it was fused.
 
@@ -65,7 +72,9 @@ class FusionReport:
             for reason in [*module.reasons, *(_condition(module) if module.name else [])]
         ]
         if not self.modules:
-            reasons = ["the model contains no attention or MLP of a supported class: pass example= to fuse any class"]
+            reasons = ["the model contains no attention or MLP of a supported class (docs/classes.md)"]
+        if not self.modules or self._has_unknown:
+            reasons.append(HINT)
         raise_unsupported("fuse did not fuse the whole model", reasons)
         return self
 
@@ -76,6 +85,7 @@ class FusionReport:
         lines[0] += f", {len(self.conditional)} conditional" if self.conditional else ""
         if not self.modules:
             lines[0] += " (no attention or MLP of a supported class)"
+        lines += [HINT] if self._has_unknown else []
         lines += [f"backend {self.backend}: {'; '.join(self.backend_reasons)}"] if self.backend_reasons else []
         lines += [f"precision {self.precision}: {note}" for note in self.precision_notes]
         lines += [f"{each}: only supported classes inside it are fused and listed" for each in self.elsewhere]

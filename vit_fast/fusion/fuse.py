@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from ..errors import check_type, raise_unsupported
 from ..libraries.known import fused_form
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from ..quantization import fp8
+from ..reading.examples import example_of
 from ..reading.reader import read_model
 from .patch_embed import check_normalize
 from .walk import Walk, is_supported, restore_class, row_of
@@ -60,7 +62,8 @@ def fuse(
             (0, 1]. The most sensitive linear layers stay in half precision until emulated FP8 reaches this agreement.
         example: Input of one forward: a tensor, a tuple of arguments, or a dictionary of keyword arguments. Modules
             whose class is unknown are captured on it. A module is fused only if its parts compute the same outputs and
-            gradients on random weights. Calls with other arguments than in this forward run the original forward.
+            gradients on random weights. Calls with other arguments than in this forward run the original forward. By
+            default, fuse makes an image if the model states its size and contains unknown classes.
     Returns:
         A report with one row per fused or skipped module.
     Raises:
@@ -78,6 +81,9 @@ def fuse(
     if backend == "triton" and device.type != "meta":  # a model moves from meta to its device later
         raise_unsupported("fuse with backend='triton'", list(triton_unavailable_reasons(device)))
     walk = Walk(model, backend, resolved, None if example is None else read_model(model, example, is_supported))
+    if example is None and walk.has_unknown() and (image := example_of(model)) is not None:
+        with contextlib.suppress(Exception):  # of the model's forward, which may need more than an image
+            walk = Walk(model, backend, resolved, read_model(model, image, is_supported))
     if normalize is not None:
         walk.add_normalize(*check_normalize(normalize))
     if any(PLACE in module._modules for module in model.modules()):  # calibrated

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..blocks.fused import Finding, FusedContainer, FusedModule, FusedNormMlp, device_of, dtype_of
-from ..blocks.fusion_report import ModuleReport
+from ..blocks.fusion_report import UNKNOWN, ModuleReport
 from ..blocks.plain import forward_is_replaced, forward_reasons
 from ..errors import type_name
 from ..libraries.known import form_or_reason, fused_form, is_near_attention
@@ -21,8 +21,6 @@ from ..reading.forms import Recipe
 from ..reading.reader import Found
 from .patch_embed import FusedPatchConv
 
-UNKNOWN = "is not a supported class"
-HINT = ": pass example= to fuse what it computes"
 CANNOT_NORMALIZE = "normalize cannot be folded into the patch embedding"
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
 
@@ -66,6 +64,12 @@ class Walk:
         self._has_row[module] = found
         return found
 
+    def has_unknown(self) -> bool:
+        """Returns True if a module was skipped because of its class only."""
+        return any(
+            reason.endswith(UNKNOWN) or "not its subclass" in reason for row in self.rows for reason in row.reasons
+        )
+
     def _visit_children(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
         prefix = f"{name}." if name else ""
         found = [self.visit(prefix + own, child, inside_unknown) for own, child in module.named_children()]
@@ -91,14 +95,14 @@ class Walk:
         if self.found.is_read:
             return self._visit_unread(name, module, found)
         if not found and not inside_unknown and not looks_fusable and _looks_like_attention(module):
-            self.rows.append(row_of(name, module, "attention", [f"{type(module).__qualname__} {UNKNOWN}{HINT}"]))
+            self.rows.append(row_of(name, module, "attention", [f"{type(module).__qualname__} {UNKNOWN}"]))
             return True
         if found or inside_unknown or not looks_fusable or next(module.parameters(), None) is None:
             return found
         part = "attention" if "Att" in class_name else "norm + MLP"
         if part != "attention" and not is_near_attention(self.model, name):
             return False
-        self.rows.append(row_of(name, module, part, [f"{type(module).__qualname__} {UNKNOWN}{HINT}"]))
+        self.rows.append(row_of(name, module, part, [f"{type(module).__qualname__} {UNKNOWN}"]))
         return True
 
     def _visit_unread(self, name: str, module: nn.Module, found: bool) -> bool:
