@@ -17,9 +17,8 @@ def example_of(model: nn.Module) -> Tensor | None:
     conv = next((each for each in model.modules() if isinstance(each, nn.Conv2d)), None)
     weight = next(iter(model.parameters()), None)
     owners = (getattr(model, "patch_embed", None), model, getattr(model, "config", None))
-    size: Any = next(
-        (size for owner in owners for name in ("img_size", "image_size") if (size := getattr(owner, name, None))), None
-    )
+    stated = [getattr(owner, name, None) for owner in owners for name in ("img_size", "image_size")]
+    size: Any = next((each for each in stated if each), None)
     cfg = getattr(model, "pretrained_cfg", None)
     if size is None and isinstance(cfg, dict):
         size = (cfg.get("input_size") or (None,))[-1]
