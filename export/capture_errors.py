@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import onnxscript
@@ -14,12 +15,20 @@ import vit_fast
 OWN = tuple({str(Path(__file__).parent), str(Path(__file__).resolve().parent), str(Path(vit_fast.__file__).parent)})
 
 
-def reasons_of(error: Exception, exported: torch.export.ExportedProgram | None) -> list[str]:
+def reasons_of(
+    error: BaseException, exported: torch.export.ExportedProgram | None, with_other_batch: Callable[[], object]
+) -> list[str]:
     """Returns why torch cannot export a model, the line of the model's code, and what to change."""
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
     text = "\n".join(map(str, chain))
+    fixes_batch = "specialized" in text or "Constraints violated" in text
+    if fixes_batch:  # torch does not name the line, unlike a call with another batch that fails
+        try:
+            with_other_batch()
+        except Exception as failure:
+            chain.append(failure)
     frames = [frame for each in chain for frame in traceback.extract_tb(each.__traceback__)]
     if exported is not None:  # an operator without a translation
         frames = []
@@ -36,7 +45,7 @@ def reasons_of(error: Exception, exported: torch.export.ExportedProgram | None) 
         reasons.append(f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}")
     if "data-dependent" in text or "data dependent" in text:
         reasons.append("do not branch on values of tensors: use torch.where, or torch.cond")
-    elif "specialized" in text or "Constraints violated" in text:
+    elif fixes_batch:
         reasons.append("the model fixes the batch: compute sizes from x.shape, or pass dynamic_batch=False")
     elif exported is not None:
         reasons.append("ONNX has no such operator: compute it from others")

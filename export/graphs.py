@@ -253,7 +253,9 @@ def _to_onnx(module: _Exported, vit: ImageModel, options: ExportOptions) -> ir.M
     except UnsupportedInputError:
         raise
     except Exception as error:
-        raise UnsupportedInputError(f"export of {vit.name}", reasons_of(error, exported)) from error
+        others = vit.feed(torch.zeros(3, *((vit.in_chans, *vit.image_hw) if vit.in_chans else ())))
+        reasons = reasons_of(error, exported, lambda: module(*others))
+        raise UnsupportedInputError(f"export of {vit.name}", reasons) from error
     model: ir.Model = program.model
     return model
 

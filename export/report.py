@@ -76,9 +76,8 @@ class Check:
 
     def title(self) -> str:
         emulated = ", without VNNI" if self.saturating else ""
-        return (
-            f"{self.output}, {self.images} images of {'x'.join(map(str, self.image_hw))}, batch {self.batch}{emulated}"
-        )
+        shown = f"images of {'x'.join(map(str, self.image_hw))}" if all(self.image_hw) else "copies of the example"
+        return f"{self.output}, {self.images} {shown}, batch {self.batch}{emulated}"
 
     def line(self) -> str:
         same = "" if self.top1_agreement is None else f"top-1 agreement {self.top1_agreement:.1%}, "

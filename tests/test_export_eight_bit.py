@@ -227,6 +227,6 @@ def test_a_file_that_saturates_fails_also_on_a_cpu_that_does_not(
 
     monkeypatch.setattr("vit_fast.export.verification.OnnxRunner", Exact)
     monkeypatch.setattr(Scheme, "weight_scales", lambda self, weight: np.abs(weight).max(axis=0) / 127)
-    with pytest.raises(VerificationError, match="differs from eager on logits, 64 images of 8x8, batch 8, without VNNI: max"):
+    with pytest.raises(VerificationError, match="eager on logits, 64 images of 8x8, batch 8, without VNNI: max"):
         export_onnx(digits_vit(), tmp_path / "m.onnx", precision="int8", target="ort-cpu", calibration=[folder])
     assert not list(tmp_path.iterdir())

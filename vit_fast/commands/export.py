@@ -60,7 +60,9 @@ def export(
             "(default: logits, or what a model without head returns)."
         ),
     ] = None,
-    layers: Annotated[str | None, option("Encoder blocks for intermediate, e.g. 2,5,8,11 or=-4,-1.")] = None,
+    layers: Annotated[
+        str | None, option("Encoder blocks for intermediate, e.g. 2,5,8,11; with negative numbers, --layers=-4,-1.")
+    ] = None,
     normed: Annotated[bool, option("Apply the last norm to intermediate tokens.", "--normed")] = False,
     spatial: Annotated[bool, option("Output patch tokens as [B, C, rows, columns].", "--spatial")] = False,
     dynamic_size: Annotated[bool, option("Make height and width of the input dynamic.", "--dynamic-size")] = False,
