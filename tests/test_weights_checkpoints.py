@@ -170,6 +170,28 @@ def test_ema_key_and_prefix(tmp_path: Path) -> None:
     assert _same(create_model("vit_test", weights=str(tmp_path / "c#ema=false.pth")), OTHER), "the name of a file"
 
 
+@pytest.mark.parametrize("ema", [True, False])
+@pytest.mark.parametrize(
+    ("own", "averaged", "unused"),
+    [
+        ("", "ema.", "names without prefix"), ("model.", "model.ema.", "model."), ("module.", "swa.module.", "module."),
+        ("student.backbone.", "teacher.backbone.", "student.backbone."), ("net.module.", "avg.module.", "net.module."),
+    ],
+)  # fmt: skip
+def test_both_copies_in_one_dict(own: str, averaged: str, unused: str, ema: bool) -> None:
+    """The choice applies also if one prefix is inside the other, and below a preferred key."""
+    model = create_model("vit_test")
+    report = load_weights(model, {"state_dict": {**_with(own, OTHER), **_with(averaged, PLAIN)}}, ema=ema)
+    assert _same(model, PLAIN if ema else OTHER)
+    assert any(each.startswith(unused) or (not ema and averaged.startswith(each)) for each in report.unused)
+
+
+def test_a_list_of_averages_is_named() -> None:
+    shadow = {"decay": 0.9, "shadow_params": list(PLAIN.values())}
+    report = load_weights(create_model("vit_test"), {"model": OTHER, "ema": shadow})
+    assert (report.used, report.unused) == ("model", ["ema.shadow_params"])
+
+
 def test_equal_copies_are_no_choice() -> None:
     """Lightning modules often have two attributes for one module."""
     copies = {n: t.clone() for n, t in PLAIN.items()}

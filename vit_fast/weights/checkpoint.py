@@ -17,8 +17,8 @@ StateDicts = dict[str, dict[str, Tensor]]
 
 # Keys and prefixes, the preferred ones first. Averaged weights come first, as in timm. The authors of DINO evaluate the
 # teacher, those of I-JEPA the target encoder, and those of MoCo v3 the base encoder.
-_ORDER = ("state_dict_ema", "model_ema", r"(.+_)?(ema|swa|averaged?)(_.+)?", "teacher|target_encoder", "base_encoder",
-          "state_dict", "model")  # fmt: skip
+_ORDER = ("state_dict_ema", "model_ema", r"(.+_)?(ema|swa|avg|averaged?)(_.+)?", "teacher|target_encoder",
+          "base_encoder", "state_dict", "model")  # fmt: skip
 _AVERAGED = 4  # the first patterns of _ORDER describe averaged weights
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # of torch
 _LISTED = 12  # names in a list before "and N more"
@@ -49,6 +49,7 @@ def state_dicts(content: Mapping[Any, Any], key: str = "", depth: int = 8) -> St
     own = {_WRAPPERS.sub("", str(name)): value.detach() for name, value in content.items() if isinstance(value, Tensor)}
     found = {key: own} if own else {}
     for name, value in content.items() if depth else ():
+        value = dict(enumerate(value)) if isinstance(value, list) else value  # e.g. the averages of torch_ema
         if isinstance(value, Mapping):
             found |= state_dicts(value, f"{key}.{name}" if key else str(name), depth - 1)
     return found
@@ -67,19 +68,26 @@ def choose(
     """
     parts = []
     for path, tensors in found.items():
-        starts = [name[:place] for name in tensors for place in known.starts(name)] if prefix is None else [prefix]
-        for start in dict.fromkeys(starts) if key is None or f".{key}." in f".{path}." else ():
-            inside = {name.removeprefix(start): each for name, each in tensors.items() if name.startswith(start)}
+        if key is not None and f".{key}." not in f".{path}.":
+            continue
+        owners: dict[str, set[str]] = {} if prefix is None else {prefix: set()}  # by prefix, the names that show it
+        for name in tensors if prefix is None else ():
+            for place in known.starts(name):
+                owners.setdefault(name[:place], set()).add(name)
+        for start, own in owners.items():
+            others = tuple(other for other in owners if other.startswith(start) and own - owners[other])
+            names = (name for name in tensors if name.startswith(start) and not name.startswith(others))
+            inside = {name.removeprefix(start): tensors[name] for name in names}  # without other copies of the model
             parts.append(Part(path, start, inside, _fitting(inside, wanted, config), _ranks(f"{path}.{start}")))
-    parts = [part for part in parts if part.fitting >= 0 and (ema or key is not None or part.ranks[0] >= _AVERAGED)]
+    parts = [part for part in parts if part.fitting >= 0 and (ema or key is not None or min(part.ranks) >= _AVERAGED)]
     if not parts:
         return None
     best, *others = sorted(parts, key=lambda part: (-part.fitting, part.ranks, len(part.prefix)))
     rivals = [part for part in others if part.fitting == best.fitting and not part.is_inside(best)]
     undecided = [part for part in rivals if part.ranks == best.ranks and not part.same_values(best)]
-    used = (best.prefix, *(part.prefix for part in rivals if part.key == best.key))
-    unused = [part.prefix if part.key == best.key else part.key for part in rivals]
-    unused += _prefixes([name for name in found[best.key] if not name.startswith(used)], best.prefix)
+    named = {part.prefix + name for part in (best, *rivals) if part.key == best.key for name in part.tensors}
+    unused = [(part.prefix or "names without prefix") if part.key == best.key else part.key for part in rivals]
+    unused += _prefixes([name for name in found[best.key] if name not in named], best.prefix)
     return best, undecided, list(dict.fromkeys([*unused, *(_short(path) for path in found if path != best.key)]))
 
 
