@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from fused_models import SUBJECTS, torch_encoder
 from torch import Tensor, nn
 
 import vit_fast
+from vit_fast.libraries import torchvision
 
 
 class Caller(nn.Module):
@@ -107,6 +109,17 @@ class Listed(Caller):
         return self.attn[0](x, x, x, need_weights=False)[0]
 
 
+class Keywords(Caller):
+    def forward(this, x: Tensor) -> Any:  # another name than self
+        return this.attn(query=x, key=x, value=x, need_weights=False)[0]
+
+
+class Renamed(Caller):
+    def forward(this, x: Tensor) -> Any:
+        attend = this.attn
+        return attend(x, x, x)[0]
+
+
 class Unused(Caller):
     """Its forward asks for weights; another method, which forward does not call, does not."""
 
@@ -115,6 +128,39 @@ class Unused(Caller):
 
     def forward(self, x: Tensor) -> Any:
         return self.attn(x, x, x)[0]
+
+
+class Encoder(Caller):
+    """An encoder of torch; `mask` and `layer` of a subclass decide how its layers run."""
+
+    def __init__(self, norm_first: bool = True) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True, norm_first=norm_first)
+        self.attn = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        return self.attn(x, mask, src_key_padding_mask=None)
+
+
+class CausalEncoder(Encoder):
+    """A language model."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.attn(x, causal, is_causal=True)
+
+
+class PaddedEncoder(Encoder):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        return self.pooled(x, x[..., 0] == 0)
+
+    def pooled(self, x: Tensor, padding: Tensor) -> Any:
+        return self.attn(x, src_key_padding_mask=padding).mean(1)
+
+
+class MaybePaddedEncoder(Encoder):
+    def forward(self, x: Tensor, *options: Any) -> Any:
+        return self.attn(x, src_key_padding_mask=options[0])
 
 
 class Unpacked(Caller):
@@ -143,6 +189,7 @@ NEVER = {
     "Attribute": (lambda: with_mask(Attribute), "with attn_mask"),
     "Slice": (lambda: with_mask(Slice), "with attn_mask"),
     "Positions": (Positions, "with another tensor as value"),
+    "Renamed": (Renamed, "Renamed.forward calls it with need_weights=True"),
     "Unused": (Unused, "Unused.forward calls it with need_weights=True"),
 }
 
@@ -156,7 +203,16 @@ def test_calls_that_never_run_fused_are_skipped(name: str) -> None:
         report.require_all()
 
 
-@pytest.mark.parametrize("make", [Plain, Attribute, Listed, torch_encoder, SUBJECTS["torchvision-vit"].build])
+def test_masks_of_callers_outside_the_caller() -> None:
+    report = vit_fast.fuse(CausalEncoder(), "sdpa")
+    assert len(report.skipped) == 4 and not report.fused, report
+    assert "TransformerEncoderLayer._sa_block calls it with attn_mask, is_causal, for" in str(report)
+    assert "TransformerEncoder.forward calls it with src_mask, is_causal, for" in str(report)
+
+
+@pytest.mark.parametrize(
+    "make", [Plain, Keywords, Attribute, Listed, Encoder, torch_encoder, SUBJECTS["torchvision-vit"].build]
+)
 def test_calls_that_run_fused_are_fused(make: Any) -> None:
     assert not vit_fast.fuse(make(), "sdpa").require_all().conditional
 
@@ -175,6 +231,17 @@ def test_a_layer_that_is_the_model_is_called_by_the_user() -> None:
     assert report.conditional and str(report).startswith("backend sdpa: 0 fused, 0 skipped, 1 conditional")
 
 
-def test_a_post_norm_layer_names_the_fast_path_of_torch() -> None:
-    report = vit_fast.fuse(nn.TransformerEncoderLayer(64, 2, 128, batch_first=True), "sdpa")
-    assert "torch's fast path of TransformerEncoderLayer replaces it" in str(report)
+@pytest.mark.parametrize("make", [lambda: Encoder(norm_first=False), PaddedEncoder, MaybePaddedEncoder])
+def test_layers_of_torch_that_some_calls_run_fused(make: Any) -> None:
+    report = vit_fast.fuse(model := make().eval(), "sdpa")
+    assert len(report.conditional) == (2 if len(report.skipped) else 4) and not report.fused
+    with pytest.raises(vit_fast.UnsupportedInputError, match="fused if called "):
+        report.require_all()
+    if report.skipped:
+        assert "fused if called with gradients: in evaluation mode without gradients, torch's" in str(report)
+        with mock.patch.object(torchvision, "attention_qkvpacked", wraps=torchvision.attention_qkvpacked) as fused:
+            model(x := torch.randn(2, 5, 64))
+            assert fused.call_count == 2
+            with torch.no_grad():
+                model(x)
+            assert fused.call_count == 2

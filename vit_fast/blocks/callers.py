@@ -6,7 +6,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -16,45 +16,48 @@ from .plain import forward_is_replaced
 
 Path = tuple[str, ...]
 UNKNOWN = object()
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Call:
-    """A call of a child in a method of `owner`. Local variables that are assigned once stand for their values."""
+    """A call of a child or a method in a method of a module, the owner.
+
+    Local variables that are assigned once stand for their values.
+    """
 
     def __init__(
-        self, owner: nn.Module, function: FunctionType, tree: ast.FunctionDef, arguments: dict[str, ast.expr]
+        self, model: nn.Module, place: str, function: FunctionType, tree: ast.FunctionDef, given: dict[str, ast.expr]
     ) -> None:
-        self.owner, self.method, self._globals = owner, function.__qualname__, function.__globals__
+        self.method, self._model, self._place = function.__qualname__, model, place
+        self._owner, self._function, self._self = model.get_submodule(place), function, _self(tree)
         self._parameters = {each.arg for each in ast.walk(tree.args) if isinstance(each, ast.arg)}
-        stored = [each.id for each in _names(tree) if isinstance(each.ctx, ast.Store)] + [*self._parameters]
-        self._values = {
-            target.id: node.value
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name) and stored.count(target.id) == 1
-        }
-        self.arguments = {name: self._resolved(value) for name, value in arguments.items()}
+        self._stored = [each.id for each in _names(tree) if isinstance(each.ctx, ast.Store)] + [*self._parameters]
+        self._values: dict[str, list[ast.expr]] = {}
+        for node in ast.walk(tree):
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                if isinstance(target, ast.Name):
+                    self._values.setdefault(target.id, []).append(node.value)
+        self.arguments = {name: self._resolved(value) for name, value in given.items()}
 
     def _resolved(self, node: ast.expr) -> ast.expr:
-        while isinstance(node, ast.Name) and node.id in self._values:
-            node = self._values[node.id]
+        while isinstance(node, ast.Name) and node.id in self._values and self._stored.count(node.id) == 1:
+            (node,) = self._values[node.id]
         return node
 
     def value(self, name: str, default: Any = None) -> Any:
-        """Returns the value of an argument if it is a constant or an attribute of `owner`, else UNKNOWN."""
+        """Returns the value of an argument if it is a constant or an attribute of the owner, else UNKNOWN."""
         return self._value(self.arguments[name]) if name in self.arguments else default
 
     def _value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Constant):
             return node.value
-        found: Any = next((functools.reduce(_child, path, self.owner) for path in _paths(node, {})), UNKNOWN)
+        found: Any = next((functools.reduce(_child, path, self._owner) for path in _paths(node, self._self)), UNKNOWN)
         return found if found is None or isinstance(found, bool | Tensor) else UNKNOWN
 
     def is_given(self, name: str) -> bool | None:
         """Returns True if an argument is never None or False, and None if the source does not show this.
 
-        A parameter of the method counts as optional.
+        A parameter of the method counts as optional, unless all callers of the method give it.
         """
         return self._is_given(self.arguments[name]) if name in self.arguments else False
 
@@ -62,14 +65,27 @@ class Call:
         if (value := self._value(node)) is not UNKNOWN:
             return value is not None and value is not False
         if isinstance(node, ast.Name):
-            return False if node.id in self._parameters else None
+            if node.id in self._parameters:
+                given = [call.is_given(node.id) for call in self._callers()]
+                return False if not given or False in given else all(given) or None
+            values = self._values.pop(node.id, [])  # each of them is read once
+            branches = {self._is_given(value) for value in values}
+            self._values[node.id] = values
+            return branches.pop() if len(branches) == 1 else None
         if isinstance(node, ast.Subscript):
             return self._is_given(self._resolved(node.value)) or None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            root = self._globals.get(ast.unparse(node.func).partition(".")[0])
+            root = self._function.__globals__.get(ast.unparse(node.func).partition(".")[0])
             of_torch = getattr(root, "__name__", "").partition(".")[0] == "torch"
             return True if of_torch or hasattr(Tensor, node.func.attr) else None
         return True if _is_new(node) else None
+
+    def _callers(self) -> list[Call]:
+        """Returns the calls of the method; of another method than forward, only calls in forward."""
+        if self._function.__name__ == "forward":
+            return calls_of(self._model, self._place)
+        calls = _calls_in(self._model, self._place, (self._function.__name__,), self._function)
+        return [call for call in calls if call._function.__name__ == "forward"]
 
     def are_same(self, first: str, second: str) -> bool | None:
         """Returns True if two arguments are one object, and None if the source does not show this."""
@@ -80,36 +96,39 @@ class Call:
         return False if shown and (_is_new(a) or _is_new(b)) else None
 
 
-def calls_of(model: nn.Module, name: str, parameters: Sequence[str]) -> list[Call]:
-    """Returns the calls of a submodule in the innermost module whose forward has any; the list may be empty.
-
-    `parameters` are the names of the submodule's parameters; a call must pass at least the first three.
-    """
-    parts = name.split(".")
+def calls_of(model: nn.Module, name: str) -> list[Call]:
+    """Returns the calls of a submodule in the innermost module whose forward has any; the list may be empty."""
+    parts = name.split(".") if name else []
+    cls: Any = type(model.get_submodule(name))
     for depth in reversed(range(len(parts))):
-        owner, path = model.get_submodule(".".join(parts[:depth])), tuple(parts[depth:])
-        if not forward_is_replaced(owner) and (found := list(_calls_in(owner, path, parameters))):
+        place = ".".join(parts[:depth])
+        found = list(_calls_in(model, place, tuple(parts[depth:]), getattr(cls, "original", cls).forward))
+        if found and not forward_is_replaced(model.get_submodule(place)):
             return found
     return []
 
 
-def _calls_in(owner: nn.Module, path: Path, parameters: Sequence[str]) -> Iterator[Call]:
-    cls = getattr(type(owner), "original", type(owner))
-    for function, tree in _methods(cls, "forward", set()):
-        bound: dict[str, list[Path]] = {}
+def _calls_in(model: nn.Module, place: str, path: Path, called: Any) -> Iterator[Call]:
+    """Yields the calls of the child or method `path` of the module `place`; `called` is the function that they run."""
+    cls: Any = type(model.get_submodule(place))
+    parameters = list(inspect.signature(called).parameters.values())[1:]
+    required = {each.name for each in parameters if each.default is each.empty and each.kind not in _VARIADIC}
+    for function, tree in _methods(getattr(cls, "original", cls), "forward", set()):
+        bound = _self(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.For | ast.comprehension):  # over a list of modules, perhaps within zip
-                of_list = [found for each in ast.walk(node.iter) for found in _paths(each, {}) if found]
+                of_list = [found for each in ast.walk(node.iter) for found in _paths(each, _self(tree)) if found]
                 bound |= {each.id: [(*found, "*") for found in of_list] for each in _names(node.target)}
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 bound[node.targets[0].id] = _paths(node.value, bound)
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not any(_fits(each, path) for each in _paths(node.func, bound)):
                 continue
-            arguments = dict(zip(parameters, node.args)) | {str(each.arg): each.value for each in node.keywords}
-            unpacks = "None" in arguments or any(isinstance(each, ast.Starred) for each in node.args)
-            if set(parameters[:3]) <= arguments.keys() and not unpacks:
-                yield Call(owner, function, tree, arguments)
+            given = {each.name: value for each, value in zip(parameters, node.args)}
+            given |= {str(each.arg): each.value for each in node.keywords}
+            unpacks = "None" in given or any(isinstance(each, ast.Starred) for each in node.args)
+            if required <= given.keys() and not unpacks:
+                yield Call(model, place, function, tree, given)
 
 
 def _methods(cls: type, name: str, seen: set[str]) -> Iterator[tuple[FunctionType, ast.FunctionDef]]:
@@ -135,15 +154,19 @@ def _tree(function: FunctionType) -> ast.FunctionDef | None:
 
 
 def _paths(node: ast.AST | None, bound: dict[str, list[Path]]) -> list[Path]:
-    """Returns the paths below `self` that an expression may stand for; "*" is any item."""
+    """Returns the paths below the module that an expression may stand for; "*" is any item."""
     if isinstance(node, ast.Name):
-        return [()] if node.id == "self" else bound.get(node.id, [])
+        return bound.get(node.id, [])
     if isinstance(node, ast.Attribute):
         return [(*path, node.attr) for path in _paths(node.value, bound)]
     if isinstance(node, ast.Subscript):
         key = str(node.slice.value) if isinstance(node.slice, ast.Constant) else "*"
         return [(*path, key) for path in _paths(node.value, bound)]
     return []
+
+
+def _self(tree: ast.FunctionDef) -> dict[str, list[Path]]:
+    return {each.arg: [()] for each in (*tree.args.posonlyargs, *tree.args.args)[:1]}
 
 
 def _fits(written: Path, path: Path) -> bool:

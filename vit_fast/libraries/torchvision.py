@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,9 +97,6 @@ class TorchvisionModel(ImageModel):
         return found | ({"logits": model.heads(tokens[:, 0])} if self.num_classes else {})
 
 
-_PARAMETERS = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
-
-
 class MultiheadAttentionMixin(FusedModule):
     """Runs mha(x, x, x, need_weights=False) without masks as a fused operator, and other calls by torch's forward."""
 
@@ -122,17 +118,14 @@ class MultiheadAttentionMixin(FusedModule):
 
     @classmethod
     def examine_calls(cls, model: nn.Module, name: str) -> Finding:
-        calls = calls_of(model, name, _PARAMETERS)
-        found = [(call.method, _obstacles(call)) for call in calls]
-        if any(not obstacles for _, obstacles in found):
-            owner = model.get_submodule(name.rpartition(".")[0])
-            bypassed = type(owner) is nn.TransformerEncoderLayer and TransformerEncoderLayerMixin.examine(owner).reasons
+        condition = "with need_weights=False, one tensor as query, key and value, and no mask"
+        found = _examine_calls(calls_of(model, name), _obstacles, condition)
+        owner = model.get_submodule(name.rpartition(".")[0])
+        is_layer = type(owner) is nn.TransformerEncoderLayer
+        if found.notes and is_layer and TransformerEncoderLayerMixin.examine(owner).reasons:
             fast = "in evaluation mode without gradients, torch's fast path of TransformerEncoderLayer replaces it"
-            return Finding(notes=["calls with masks run torch's forward", *([fast] if bypassed else [])])
-        if found and all(any(obstacles) for _, obstacles in found):
-            texts = [f"{method} calls it with {', '.join(filter(None, obstacles))}" for method, obstacles in found]
-            return Finding([f"{text}, for which torch's forward runs" for text in dict.fromkeys(texts)])
-        return Finding(condition="with need_weights=False, one tensor as query, key and value, and no mask")
+            return Finding(condition=f"with gradients: {fast}")
+        return found
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
@@ -155,13 +148,26 @@ class MultiheadAttentionMixin(FusedModule):
         return (mixed if self.batch_first else mixed.transpose(0, 1)), None
 
 
+def _examine_calls(calls: Sequence[Call], obstacles: Callable[[Call], list[str]], condition: str) -> Finding:
+    """Inspects calls; `obstacles` returns the unsupported arguments of a call, and "" for one that may be one."""
+    found = [(call.method, obstacles(call)) for call in calls]
+    if any(not names for _, names in found):
+        return Finding(notes=["calls with masks run torch's forward"])
+    if found and all(any(names) for _, names in found):
+        texts = [f"{method} calls it with {', '.join(filter(None, names))}" for method, names in found]
+        return Finding([f"{text}, for which torch's forward runs" for text in dict.fromkeys(texts)])
+    return Finding(condition=condition)
+
+
+def _given(call: Call, *names: str) -> list[str]:
+    given = [(name, call.is_given(name)) for name in names]
+    return [name if is_given else "" for name, is_given in given if is_given is not False]
+
+
 def _obstacles(call: Call) -> list[str]:
-    """Returns the arguments of a call that the fused forward does not support; "" for an argument that may be one."""
     weights = call.value("need_weights", default=True)
     found = [] if weights is False else ["need_weights=True (the default)" if weights is True else ""]
-    for name in ("attn_mask", "key_padding_mask", "is_causal"):
-        given = call.is_given(name)
-        found += [] if given is False else [name if given else ""]
+    found += _given(call, "attn_mask", "key_padding_mask", "is_causal")
     for name in ("key", "value"):
         same = call.are_same("query", name)
         found += [] if same else [f"another tensor as {name}" if same is False else ""]
@@ -193,6 +199,12 @@ class TransformerEncoderLayerMixin(FusedNormMlp):
             block.reasons.append("norm_first must be True, got False")
             return None
         return block.mlp("norm2", "linear1", "activation", "linear2", dropouts=("dropout", "dropout2"))
+
+    @classmethod
+    def examine_calls(cls, model: nn.Module, name: str) -> Finding:
+        masks = ("src_mask", "src_key_padding_mask", "is_causal")
+        calls = calls_of(model, name)  # without any, e.g. in a Sequential, the layer gets no mask
+        return _examine_calls(calls, lambda call: _given(call, *masks), "without masks") if calls else Finding()
 
     def is_idle(self) -> bool:
         return False  # torch's fast path would not call the attention layer
