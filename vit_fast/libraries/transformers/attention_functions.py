@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 @functools.cache
 def plain_functions() -> list[Any]:
-    """Returns the functions that compute softmax(scale * q k^T) v. Other files append their own."""
-    from transformers.integrations import flash_attention, flex_attention, sdpa_attention
+    """Returns the functions that compute softmax(scale * q k^T) v, with tensors as masks. Other files append their own.
 
-    return [
-        sdpa_attention.sdpa_attention_forward, flash_attention.flash_attention_forward,
-        flex_attention.flex_attention_forward, attention_without_mask,
-    ]  # fmt: skip
+    flex_attention gets a BlockMask in every call, also without padding. fuse cannot read this mask.
+    """
+    from transformers.integrations.flash_attention import flash_attention_forward
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return [sdpa_attention_forward, flash_attention_forward, attention_without_mask]
 
 
 def is_plain(name: str | None, registered: Any, plain: list[Any]) -> bool:

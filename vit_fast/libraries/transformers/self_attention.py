@@ -36,6 +36,9 @@ PROJECTIONS = (
     ("query", "key", "value", None),
 )
 
+# Reads an attribute of a config without transformers' map of attribute names, which takes 3 us
+_SKIP_MAP = object.__getattribute__
+
 
 def is_set(value: Any) -> bool:
     """Returns True if a keyword argument is neither None nor False."""
@@ -96,12 +99,13 @@ class FusedSelfAttention(FusedModule):
             return ["is_causal must be False, got True"]
         if is_plain(name, cls.registered, cls.plain):
             return []
+        advice = "to fuse it, build the model with attn_implementation='sdpa'"
         if name == "eager":
-            advice = "build the model with attn_implementation='sdpa'"
             return [f"attn_implementation='eager' returns attention weights: {advice}"]
         function = cls.registered.get(name)
         what = "a kernel of the Hub" if "/" in name else getattr(function, "__qualname__", repr(function))
-        return [f"attn_implementation={name!r} selects {what}, which may not compute plain attention"]
+        different = "may compute something else than plain attention, or get masks that fuse cannot read"
+        return [f"attn_implementation={name!r} selects {what}, which {different}: {advice}"]
 
     @classmethod
     def head_width(cls, module: Any) -> int:
@@ -136,7 +140,7 @@ class FusedSelfAttention(FusedModule):
             or any(kwargs.get(name) is None for name in self.uses)
             or changes_attention(kwargs, known)
             or self.__dict__.get("is_causal")
-            or not is_plain(self.config._attn_implementation, self.registered, self.plain)
+            or not is_plain(_SKIP_MAP(self.config, "_attn_implementation"), self.registered, self.plain)
             or any(name in children and is_touched(children[name]) for name in QK_NORMS)
             or (self.training and _dropout(self))
         )
