@@ -10,6 +10,7 @@ Attention becomes the operators that are fastest on the target:
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import io
@@ -225,6 +226,7 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
         dims = [BATCH if dim == batch else dim for dim in shape_of(value)] if options.dynamic_batch else shape_of(value)
         names = [dim if isinstance(dim, int) or dim == BATCH else f"{value.name}_{i}" for i, dim in enumerate(dims)]
         value.shape = ir.Shape([inner.get(i, name) for i, name in enumerate(names)])
+    _name_linears(model, vit)
     return model
 
 
@@ -236,7 +238,7 @@ def _to_onnx(module: _Exported, vit: ImageModel, options: ExportOptions) -> ir.M
         dimensions |= {2: patch_h * torch.export.Dim("rows"), 3: patch_w * torch.export.Dim("columns")}
     example = vit.inputs
     if options.dynamic_size:
-        example = {name: torch.randn(*x.shape[:2], height, width) for name, x in example.items()}
+        example = {name: torch.randn(*x.shape[:2], height, width, device="cpu") for name, x in example.items()}
     if vit.is_known and not options.dynamic_batch:
         example = {name: x[:1] for name, x in example.items()}
     inputs, exported = tuple(example.values()), None
@@ -309,6 +311,27 @@ def optimize(model: ir.Model, options: ExportOptions) -> list[Fusion]:
 
 def shape_of(value: ir.Value) -> list[int | str]:
     return [dim if isinstance(dim, int) else str(dim) for dim in value.shape or ()]
+
+
+def scope_of(node: ir.Node) -> str:
+    """Returns the name of the innermost module of the model around a node, e.g. "blocks.0"; before `optimize`."""
+    scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))
+    inside = [scope for scope in scopes if scope.startswith("model")] or [""]
+    return str(inside[-1]).removesuffix(".vit_fast_exported").removeprefix("model").strip(".")
+
+
+def _name_linears(model: ir.Model, vit: ImageModel) -> None:
+    """Names each MatMul after its linear layer: in its scope, the next one with the same weight, or with its shape."""
+    free = {name.removesuffix(".weight"): p.detach() for name, p in vit.model.named_parameters() if p.dim() == 2}
+    for node in model.graph:
+        weight = constant_of(node.inputs[1]) if node.op_type == "MatMul" else None
+        if weight is not None:
+            scope, shape = scope_of(node), weight.shape[::-1]
+            names = [name for name in free if f"{name}.".startswith(f"{scope}.") or not scope]
+            names = [name for name in names if tuple(free[name].shape) == shape]
+            same = (name for name in names if np.array_equal(free[name].float().numpy().astype(weight.dtype).T, weight))
+            node.name = next(same, names[0] if names else f"{scope}.{node.name}".strip("."))
+            free.pop(str(node.name), None)
 
 
 def count_nodes(model: ir.Model) -> Counter[str]:

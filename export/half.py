@@ -12,7 +12,6 @@ A LayerNormalization computes its statistics in fp32 (stash_type = 1).
 
 from __future__ import annotations
 
-import ast
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ import onnx_ir as ir
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.libraries.interface.image_model import ImageModel
 
-from .graphs import SCOPES, Batch, add_constant, append, constant_of, run_graph
+from .graphs import Batch, add_constant, append, constant_of, run_graph, scope_of
 
 FP16_MAX = float(np.finfo(np.float16).max)  # 65504
 SUMS = FP16_MAX / 2  # other images than the measured ones may have larger values
@@ -38,12 +37,7 @@ def keep_in_range(model: ir.Model, vit: ImageModel, batches: Sequence[Batch]) ->
     widen(model.graph, peaks)
     layers: dict[str, list[ir.Node]] = defaultdict(list)
     for node in peaks:
-        scopes = [
-            scope for scope in ast.literal_eval(node.metadata_props.get(SCOPES, "[]")) if scope.startswith("model")
-        ]
-        layers[scopes[-1].removesuffix(".vit_fast_exported").removeprefix("model").strip(".") if scopes else ""].append(
-            node
-        )
+        layers[scope_of(node)].append(node)
     parameters = {name: p.detach().half().cpu().numpy() for name, p in vit.model.named_parameters() if p.ndim == 2}
     lines = []
     for scope, nodes in layers.items():

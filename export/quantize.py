@@ -80,12 +80,7 @@ def matmuls_of(model: ir.Model, scheme: Scheme) -> list[MatMul]:
         if node.op_type == "MatMul" and not node.domain:
             x, weight = node.inputs[0], constant_of(node.inputs[1])
             if x is not None and weight is not None and weight.ndim == 2 and (x.shape is None or len(x.shape) > 2):
-                # Named after its bias, because the exporter renames transposed weights. The last bias that follows is
-                # the layer's, because SkipLayerNormalization reads the bias of the norm first.
-                read = [value for use in node.outputs[0].uses() for value in use.node.inputs if value is not None]
-                biases = [str(v.name) for v in read if v.const_value is not None and str(v.name).endswith(".bias")]
-                name = biases[-1].removeprefix("model.").removesuffix(".bias") if biases else str(node.name)
-                linears.append(MatMul(node, name))
+                linears.append(MatMul(node, str(node.name)))
         if node.op_type == "Softmax" and not node.domain and scheme.kind == "e4m3":
             scores = node.inputs[0].producer() if node.inputs[0] is not None else None
             mixed = [use.node for use in node.outputs[0].uses()]

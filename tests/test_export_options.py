@@ -15,6 +15,7 @@ import torch
 from fused_models import SUBJECTS
 from onnx_models import FAMILIES, NAMES, make
 from PIL import Image
+from torch import nn
 
 import vit_fast
 from vit_fast.apps.data import make_transform, per_channel, read_image, read_images, sample_image
@@ -194,3 +195,15 @@ def test_bf16_needs_cuda_to_be_verified(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("vit_fast.export.graphs.capture", None)  # before any work
     with pytest.raises(UnsupportedInputError, match=r"bf16 on CUDA only, .*\n.*--no-verify"):
         export_onnx(make("vit"), tmp_path / "new" / "m.onnx", precision="bf16")
+
+
+def test_matmuls_have_the_names_of_their_layers(tmp_path: Path) -> None:
+    """Also of layers with equal weights and equal biases."""
+    model = vit_fast.create_model("vit_test")
+    for block in model.blocks:
+        for parameter in (*block.attn.proj.parameters(), *block.mlp.fc2.parameters()):
+            nn.init.zeros_(parameter)
+    export_onnx(model, tmp_path / "m.onnx", verify=False)
+    nodes = onnx.load(tmp_path / "m.onnx").graph.node
+    expected = [name for name, module in model.blocks.named_modules(prefix="blocks") if isinstance(module, nn.Linear)]
+    assert [node.name for node in nodes if node.name.startswith("blocks")] == expected
