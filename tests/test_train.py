@@ -17,8 +17,8 @@ from command_line import run, uninstall
 from PIL import Image
 
 from vit_fast import VisionTransformer, create_model, load, save
-from vit_fast.apps import training
-from vit_fast.apps.data import ImageError, load_images, sample_image
+from vit_fast.apps import datasets, training
+from vit_fast.apps.data import ImageError, ImageFolder, load_images, read_image, sample_image
 from vit_fast.apps.datasets import open_data
 from vit_fast.apps.trainer import joined, learning_rate_factor, parameter_groups
 from vit_fast.apps.training import TrainConfig, Trainer, TrainingError, config_for, train
@@ -240,23 +240,38 @@ def test_unreadable_images_stop_before_the_first_epoch_or_are_skipped(
     )
     rows = train(_model(), data, out, config, on_bad_image="skip", workers=1, on_skip=reasons.extend)
     assert len(reasons) == 4 and len(rows) == 2 and len(data.train) == 25
-    arguments = [
-        "train",
-        str(folder),
-        "--validation",
-        str(folder),
-        "--model",
-        "vit_test",
-        "--out",
-        str(out),
-        "--resume",
-    ]
-    given = ["--epochs", "2", "--batch-size", "8", "--lr", "1e-3", "--device", "cpu"]
+    arguments = ["train", str(folder), "--validation", str(folder), "--model", "vit_test", "--out", str(out)]
+    given = ["--resume", "--epochs", "2", "--batch-size", "8", "--lr", "1e-3", "--device", "cpu"]
     assert run(*arguments, *given) == 2 and "all images must be readable, got 4" in capsys.readouterr().err
     assert run(*arguments, *given, "--on-bad-image", "skip") == 0
     printed = capsys.readouterr().err
     assert printed.count("unreadable image: ") == 4 and printed.endswith("trained without 4 unreadable images\n")
     assert run(*arguments, *given[:-1], "cuda:99") == 2 and "device must exist" in capsys.readouterr().err
+
+
+def test_the_check_of_images_decodes_at_small_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds truncated files, and images that cannot be prepared; prepares no ordinary image."""
+    whole = sample_image().read_bytes()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "whole.jpg").write_bytes(whole)
+    (tmp_path / "a" / "truncated.jpg").write_bytes(whole[:-100])
+    Image.new("L", (30000, 1)).save(tmp_path / "b" / "wide.jpg")
+    images = datasets.PreparedImages(ImageFolder(tmp_path), _model(img_size=64))
+    prepare, sizes = datasets.PreparedImages.__getitem__, []
+    monkeypatch.setattr(datasets.PreparedImages, "__getitem__", lambda self, i: sizes.append(i) or prepare(self, i))
+    found = datasets.unreadable(range(4), images)
+    assert [index for index, _ in found] == [0, 2] and sizes == [2], found
+    assert "truncated" in found[0][1] and "aspect ratio is too large" in found[1][1]
+    full = read_image(tmp_path / "b" / "whole.jpg").size
+    assert read_image(tmp_path / "b" / "whole.jpg", shrink=True).size == tuple(-(-side // 8) for side in full)
+
+
+def test_another_default_device(out: Path) -> None:
+    data = open_data()._replace(train=open_data().train[:16])
+    with torch.device("meta"):
+        rows = train(_model(num_classes=10, device="cpu"), data, out, _settings(epochs=1, mixup=0.2))
+    assert np.isfinite(rows[0]["held_out_loss"])
 
 
 def test_device_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,8 @@ class ReaderLostError(VitFastError, RuntimeError):
 def batches_of(loader: DataLoader[Any]) -> Generator[Any]:
     """Yields the batches of a loader; raises ReaderLostError if a worker died, e.g. because memory ran out."""
     handler = signal.getsignal(signal.SIGCHLD)
-    batches = iter(loader)
+    with torch.device("cpu"):  # a user may have set another default device
+        batches = iter(loader)
     if signal.getsignal(signal.SIGCHLD) is not handler:
         signal.signal(signal.SIGCHLD, handler)  # torch's handler may raise at any time, e.g. while the caller writes
     try:
@@ -90,10 +91,11 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
     return found
 
 
-def read_image(path: str | Path) -> Image.Image:
+def read_image(path: str | Path, shrink: bool = False) -> Image.Image:
     """Reads an image file as 8-bit RGB and applies its EXIF orientation.
 
-    Repeats gray values in three channels, keeps the upper 8 of 16 bits, and drops alpha.
+    Repeats gray values in three channels, keeps the upper 8 of 16 bits, and drops alpha. With `shrink`, reads a JPEG
+    file at an eighth of its height and width, which takes a third of the time.
     """
     path = Path(path)
     if not path.is_file():
@@ -103,6 +105,8 @@ def read_image(path: str | Path) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as opened:
+                if shrink:
+                    opened.draft(None, (1, 1))  # type: ignore[arg-type]  # None leaves the mode unchanged
                 image = ImageOps.exif_transpose(opened)
                 if image.mode == "F":
                     raise ImageError("pixels must be integers, got floating point")
@@ -135,7 +139,8 @@ def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -
     if in_chans not in (1, 3):
         raise ValueError(f"in_chans must be 1 (gray) or 3 (RGB) for image files, got {in_chans}")
     mean, std = (
-        torch.tensor(per_channel(each, in_chans)).view(-1, 1, 1) for each in (data_config.mean, data_config.std)
+        torch.tensor(per_channel(each, in_chans), device="cpu").view(-1, 1, 1)
+        for each in (data_config.mean, data_config.std)
     )
     # a partial function, so that data loaders can send it to processes that spawn starts
     return partial(_transform, data_config=data_config, image_hw=image_hw, mean=mean, std=std)

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from ..errors import MissingPackageError
 from ..model import VisionTransformer
-from .data import ImageError, ImageFolder, make_transform, reason
+from .data import ImageError, ImageFolder, make_transform, read_image, reason
 
 _OF_TORCHVISION = {"MNIST": "MNIST/raw", "FashionMNIST": "FashionMNIST/raw", "CIFAR10": "cifar-10-batches-py"}
 _DIGITS = tuple(map(str, range(10)))
@@ -120,8 +120,8 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         image, label = self.source[index]
         if self.augment:
-            generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch, index))
-            x, y, flip, share, shape = torch.rand(5, generator=generator).tolist()
+            generator = torch.Generator("cpu").manual_seed(mixed_seed(self.seed, self.epoch, index))
+            x, y, flip, share, shape = torch.rand(5, generator=generator, device="cpu").tolist()
             if not isinstance(self.source, ImageFolder):
                 right, down = ((2 * part - 1) / 8 * side for part, side in zip((x, y), image.size))
                 matrix = (1.0, 0.0, right, 0.0, 1.0, down)
@@ -138,14 +138,17 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
 
 
 def unreadable(indices: Sequence[int], images: PreparedImages) -> list[tuple[int, str]]:
-    """Reads and prepares image files; returns the indices of those that cannot be read, with the reasons."""
+    """Decodes image files; returns the indices of those that cannot be read or prepared, with the reasons."""
+    assert isinstance(images.source, ImageFolder)
     found = []
     for index in indices:
+        file, _ = images.source.files[index]
         try:
-            images[index]
+            width, height = read_image(file, shrink=True).size
+            if not 0.5 < width / height < 2:  # only then, preparing it may fail
+                images[index]
         except ImageError as error:
-            assert isinstance(images.source, ImageFolder)
-            found.append((index, reason(images.source.files[index][0], error)))
+            found.append((index, reason(file, error)))
     return found
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,13 @@ def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] =
     return TrainConfig(**{**RECIPES.get(variant, {}), **known_fields(TrainConfig, fields)})
 
 
+@contextmanager
+def _default_device_cpu() -> Iterator[None]:
+    with torch.device("cpu"):
+        yield
+
+
+@_default_device_cpu()  # torch's samplers need it, and a user may have set another one
 def train(
     model: VisionTransformer,
     data: TrainingData,
@@ -94,7 +102,7 @@ def train(
         workers: Additional processes that read images.
         processes: Processes of distributed training. Each process gets a part of every batch; rank 0 writes the files.
         on_bad_image: "error", or "skip" to train without image files that cannot be read. Before the first epoch, all
-            files are read once.
+            files are decoded once, JPEG files at an eighth of their size.
         on_step: Called with epoch, step, steps per epoch, and the Measure of the step.
         on_epoch: Called with each new row of the log.
         on_skip: Called before the first epoch with the reasons of the skipped images.
@@ -173,7 +181,7 @@ def train(
 
 
 def _drop_unreadable(images: PreparedImages, workers: int, processes: Processes) -> list[str]:
-    """Reads all image files, a part of them in each process; drops the unreadable ones, and returns the reasons."""
+    """Decodes all image files, a part of them in each process; drops the unreadable ones, and returns the reasons."""
     folder = images.source
     if not isinstance(folder, ImageFolder):
         return []
