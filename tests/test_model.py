@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 from typing import Any
 
@@ -12,7 +13,10 @@ import torch
 from torch import nn
 
 import vit_fast
+from vit_fast.apps.classifiers import rows
+from vit_fast.apps.data import load_images, sample_image
 from vit_fast.config import DataConfig, RopeConfig, ViTConfig
+from vit_fast.figures import record_activations
 from vit_fast.layers import DropPath
 from vit_fast.model import VisionTransformer
 from vit_fast.positions import fixed_pos_embed
@@ -108,6 +112,29 @@ def test_copies_dtypes_and_meta():
     assert model(x[:0]).shape == (0, 10)
     with torch.device("meta"):
         assert VisionTransformer(ViTConfig())(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
+
+
+def test_another_default_device(tmp_path):
+    """The device "meta" stands for a GPU: computing with values on it, or with tensors on two devices, fails."""
+    model, x = make(), images()
+    expected = model(x).detach()
+    vit_fast.save(model, tmp_path / "m.safetensors")
+    activations, inputs = record_activations(model, x), load_images([sample_image()], model)
+    flow, far = activations.rollout(), activations.distances((8, 8))
+    with torch.device("meta"):
+        assert make().head.weight.is_meta
+        loaded = make(device="cpu", weights=tmp_path / "m.safetensors")
+        vit_fast.calibrate(loaded, x)
+        vit_fast.fuse(loaded)
+        vit_fast.freeze(loaded)
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(x), expected)
+        assert torch.equal(vit_fast.GraphRunner(model, x, fallback="eager")(x), expected)
+        activations = record_activations(model, x)
+        assert torch.equal(activations.rollout(), flow) and torch.equal(activations.distances((8, 8)), far)
+        assert torch.equal(load_images([sample_image()], model), inputs)
+        row = next(iter(rows(model, [sample_image()], "abcdefghij")))
+        assert math.isfinite(row["probability"])
 
 
 INVALID_FIELDS: tuple[tuple[Any, dict[str, Any], str], ...] = (

@@ -103,7 +103,7 @@ def rows(
 def _read(
     paths: Sequence[Path], transform: Callable[[Image], Tensor], shape: Sequence[int]
 ) -> tuple[Sequence[Path], Tensor, list[str]]:
-    images, errors = torch.zeros(len(paths), *shape), [""] * len(paths)
+    images, errors = torch.zeros(len(paths), *shape, device="cpu"), [""] * len(paths)
     for i, path in enumerate(paths):
         try:
             images[i] = transform(read_image(path))

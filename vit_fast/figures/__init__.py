@@ -67,7 +67,7 @@ class Activations:
 
     def rollout(self) -> Tensor:
         """Returns attention rollout: the contribution of each patch to each token after all blocks, [B, N, patches]."""
-        identity = torch.eye(self.attention[0].shape[-1])
+        identity = torch.eye(self.attention[0].shape[-1], device=self.attention[0].device)
         flow = identity.expand(self.attention[0].shape[0], -1, -1)
         for weights in self.attention:
             flow = (0.5 * weights.mean(1) + 0.5 * identity) @ flow
@@ -75,7 +75,8 @@ class Activations:
 
     def distances(self, patch_px: Sequence[float]) -> Tensor:
         """Returns the mean attention distance [blocks, H] in pixels, measured between patch centers."""
-        places = torch.cartesian_prod(*(torch.arange(count) * float(side) for count, side in zip(self.grid, patch_px)))
+        sides = zip(self.grid, patch_px)
+        places = torch.cartesian_prod(*(torch.arange(count, device="cpu") * float(side) for count, side in sides))
         apart = torch.cdist(places, places)
         between = [weights[..., self.prefix :, self.prefix :] for weights in self.attention]
         return torch.stack([((weights * apart).sum(-1) / weights.sum(-1)).mean((0, 2)) for weights in between])

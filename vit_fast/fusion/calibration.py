@@ -154,7 +154,7 @@ def _choose(block: EmulatedBlock, linear: str, seen: Observation) -> tuple[Tenso
     for smoothing in smoothings:
         for limits in E4M3.ranges(seen.divided(smoothing)):
             steps = np.clip(smoothing * E4M3.grid(limits)[0], MIN_SCALE, MAX_SCALE)
-            scale = torch.as_tensor(steps).float().to(weight.device)
+            scale = torch.as_tensor(steps, device=weight.device).float()
             loss = (reference.fp8_linear(tokens, weight, None, scale, norm) - exact).square().sum().item()
             tried.append((loss, (scale, limits.method, smoothing.ndim > 0)))
     loss, (scale, method, smoothed) = first_near_best(tried)

@@ -250,7 +250,7 @@ def load_optimized(
         (shape, dtype), *others = result.key["example"]
         if others or len(shape) != 4:
             raise ValueError(f"example must be given, because the inputs saved in {path} are not one 4-D tensor")
-        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
         example = noise.to(next(module.parameters(), noise).device, getattr(torch, dtype.removeprefix("torch.")))
     trials = Trials(module, example, (), image_files, request["min_agreement"] or 0.0, request["memory_limit"])
     trials.prepare(result.candidate, REBUILDING_S)

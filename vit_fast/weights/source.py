@@ -154,10 +154,10 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
         with torch.serialization.safe_globals(safe):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        unsafe = ", ".join(sorted(name for name in others if not _DATA.fullmatch(name))) or "other objects"
+        unsafe = sorted(name for name in others if not _DATA.fullmatch(name)) or ["other objects, or damaged data"]
         raise WeightsError(
             f"{path}: must contain tensors and plain data only, because loading other objects can run code, got "
-            f"{unsafe}: save only the state dict, preferably as .safetensors"
+            f"{', '.join(unsafe)}: save only the state dict, preferably as .safetensors"
         ) from None
     if not isinstance(content, Mapping):
         raise WeightsError(f"{path}: must contain a state dict, got {type_name(content)}")
