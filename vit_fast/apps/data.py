@@ -106,7 +106,7 @@ def read_image(path: str | Path, shrink: bool = False) -> Image.Image:
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as opened:
                 if shrink:
-                    opened.draft(None, (1, 1))  # type: ignore[arg-type]  # None leaves the mode unchanged
+                    opened.draft(None, (1, 1))  # None leaves the mode unchanged
                 image = ImageOps.exif_transpose(opened)
                 if image.mode == "F":
                     raise ImageError("pixels must be integers, got floating point")

@@ -33,10 +33,9 @@ class Call:
         self._parameters = {each.arg for each in ast.walk(tree.args) if isinstance(each, ast.arg)}
         self._stored = [each.id for each in _names(tree) if isinstance(each.ctx, ast.Store)] + [*self._parameters]
         self._values: dict[str, list[ast.expr]] = {}
-        for node in ast.walk(tree):
-            for target in node.targets if isinstance(node, ast.Assign) else ():
-                if isinstance(target, ast.Name):
-                    self._values.setdefault(target.id, []).append(node.value)
+        for node in (each for each in ast.walk(tree) if isinstance(each, ast.Assign)):
+            for target in (each for each in node.targets if isinstance(each, ast.Name)):
+                self._values.setdefault(target.id, []).append(node.value)
         self.arguments = {name: self._resolved(value) for name, value in given.items()}
 
     def _resolved(self, node: ast.expr) -> ast.expr:

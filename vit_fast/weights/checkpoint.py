@@ -75,8 +75,8 @@ def choose(
             for place in known.starts(name):
                 owners.setdefault(name[:place], set()).add(name)
         for start, own in owners.items():
-            others = tuple(other for other in owners if other.startswith(start) and own - owners[other])
-            names = (name for name in tensors if name.startswith(start) and not name.startswith(others))
+            copies = tuple(other for other in owners if other.startswith(start) and own - owners[other])
+            names = (name for name in tensors if name.startswith(start) and not name.startswith(copies))
             inside = {name.removeprefix(start): tensors[name] for name in names}  # without other copies of the model
             parts.append(Part(path, start, inside, _fitting(inside, wanted, config), _ranks(f"{path}.{start}")))
     parts = [part for part in parts if part.fitting >= 0 and (ema or key is not None or min(part.ranks) >= _AVERAGED)]
