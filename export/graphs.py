@@ -330,7 +330,7 @@ def _name_linears(model: ir.Model, vit: ImageModel) -> None:
             names = [name for name in free if f"{name}.".startswith(f"{scope}.") or not scope]
             names = [name for name in names if tuple(free[name].shape) == shape]
             same = (name for name in names if np.array_equal(free[name].float().numpy().astype(weight.dtype).T, weight))
-            node.name = next(same, names[0] if names else f"{scope}.{node.name}".strip("."))
+            node.name = next(same, names[0] if names and scope else f"{scope}.{node.name}".strip("."))
             free.pop(str(node.name), None)
 
 
