@@ -156,7 +156,7 @@ def activation_grad_epilogue(
     """
 
     def early(a: Tensor, config: MatmulConfig) -> int:
-        """With gelu_tanh, the widest tiles leave no registers for early loads."""
+        # with gelu_tanh, the widest tiles leave no registers for early loads
         return int(a.element_size() == 2 and not (activation == "gelu_tanh" and config.block_n == 256))
 
     return Epilogue(
