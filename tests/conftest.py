@@ -110,7 +110,7 @@ def _default_implementations() -> None:
     """Frozen layers run by the first implementation, so that tests do not depend on timings."""
     from vit_fast.blocks import fastest
 
-    fastest._measure = lambda calls: (next(iter(calls)), True)
+    fastest._measure = lambda layers, _: {layer: names[0] for layer, names in layers.items()}
 
 
 if os.environ.get("PYTEST_XDIST_WORKER"):

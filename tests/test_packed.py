@@ -76,10 +76,11 @@ def test_every_kind_of_block(
     with torch.no_grad():
         eager = subject.run(plain, inputs)
         exact = subject.run(plain.double(), double_inputs(inputs))
-        for implementation in implementations(dtype, "gelu"):
+        for implementation in implementations(dtype):
 
-            def select(_: str, names: list[str], *__: Any, preferred: str = implementation) -> str:
-                return preferred if preferred in names else names[-1 if preferred == "aten" else 0]
+            def select(layers: dict[str, list[str]], *_: Any, preferred: str = implementation) -> dict[str, str]:
+                last = -1 if preferred == "aten" else 0
+                return {key: preferred if preferred in names else names[last] for key, names in layers.items()}
 
             monkeypatch.setattr(packed, "fastest", select)
             vit_fast.unfreeze(model)

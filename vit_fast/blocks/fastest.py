@@ -1,4 +1,4 @@
-"""Selects the fastest implementation of a frozen layer on this CPU by measurement, and caches the result.
+"""Selects the fastest implementations of frozen layers on this CPU by measurement, and caches the result.
 
 The file ~/.cache/vit_fast/answers/cpu/HASH.json contains all results for a CPU model, torch version, number of threads
 and limits of the instruction sets. A file that cannot be read or written only causes another measurement.
@@ -24,68 +24,86 @@ from ..files import cache_folder, file_aside
 from ..ops.registration import in_transform
 from ..version import __version__, cpu_model
 
-Call = Callable[[], object]
+Layers = Mapping[str, Sequence[str]]  # names of implementations per layer; the first is the default
+Timed = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # wraps the function of a layer, to measure its calls
+Build = Callable[[Mapping[str, str], Timed], Callable[[], object]]
 
-MARGIN = 1.05  # the first implementation is selected unless another one is faster by this factor
-NOISE = 1.25  # factor between the best even and odd rounds, above which the result is not stored in the file
-MIN_ROUNDS, MAX_ROUNDS = 4, 16  # timed calls of each implementation
-SECONDS = 0.02  # target for the timed calls of each implementation
-MAX_SECONDS = 0.6  # limit for a layer, which only a busy machine or a very large layer reaches
-CACHE_BYTES = 2**22  # read before each timed call, because weights are not in the L2 cache when a model runs
+MARGIN = 1.05  # the default is selected unless another implementation is faster by this factor
+NOISE = 1.25  # factor between the best even and odd rounds, above which a result is not stored in the file
+MIN_ROUNDS, MAX_ROUNDS = 4, 16
+SECONDS = 0.1  # target for all rounds
+MAX_SECONDS = 3.0  # limit, which only a busy machine or a very large layer reaches
 SETTINGS = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_", "GOMP_")  # prefixes of environment variables
 
 _LOCK = threading.Lock()
 
 
-def fastest(layer: str, names: Sequence[str], build: Callable[[str], Sequence[Call]]) -> str:
-    """Returns the name of the fastest implementation of `layer`, from the cache or by a measurement.
+def fastest(layers: Layers, build: Build) -> dict[str, str]:
+    """Returns the fastest implementation of each layer, from the cache or by a measurement.
 
     Args:
-        layer: Key in the cache: operator, dtype and sizes.
-        names: Names of the implementations. The first one is selected if nothing can be measured.
-        build: Returns calls of an implementation, the same number for each; no calls if it is not supported.
+        layers: The keys describe operator, dtype and sizes of each layer.
+        build: Returns a function that runs all layers once. Gets the implementation of each layer, and `Timed`.
     """
-    if len(names) == 1 or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return names[0]
-    if torch._C._len_torch_dispatch_stack() or in_transform():  # e.g. FakeTensorMode
-        return names[0]
+    selected = {layer: names[0] for layer, names in layers.items()}
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or in_transform():
+        return selected
+    if torch._C._len_torch_dispatch_stack():  # e.g. FakeTensorMode
+        return selected
     with _LOCK:
         machine = describe_machine()
-        selected = _selected(machine)
-        if selected.get(layer) not in names:
+        known = _known(machine)
+        missing = {layer: names for layer, names in layers.items() if len(names) > 1 and known.get(layer) not in names}
+        if missing:
             with torch.inference_mode():
-                calls = {name: built for name in names if (built := build(name))}
-                selected[layer], is_certain = _measure(calls) if len(calls) > 1 else (next(iter(calls)), True)
-            if is_certain:
-                _store(machine, layer, selected[layer])
-        return selected[layer]
+                certain = {layer: name for layer, name in _measure(layers, build).items() if layer in missing}
+            if certain:
+                _store(machine, certain)
+            known |= {layer: certain.get(layer, names[0]) for layer, names in missing.items()}
+        return selected | {layer: known[layer] for layer, names in layers.items() if len(names) > 1}
 
 
-def _measure(calls: Mapping[str, Sequence[Call]]) -> tuple[str, bool]:
-    """Returns the fastest implementation, and False if other programs disturbed the measurement too much."""
-    evicted, order = torch.ones(CACHE_BYTES // 4, dtype=torch.float32, device="cpu"), list(calls)
-    # per implementation: for even and odd rounds, the durations of each call
-    taken: dict[str, list[list[list[float]]]] = {name: [[[] for _ in calls[name]] for _ in range(2)] for name in order}
-    began, is_quiet = perf_counter(), False
+def _measure(layers: Layers, build: Build) -> dict[str, str]:
+    """Returns the fastest implementations, without layers whose measurement was disturbed too much."""
+    # the shortest durations in even and in odd rounds
+    taken = {layer: {name: [math.inf, math.inf] for name in names} for layer, names in layers.items()}
+    found: dict[str, str] = {}
+    number = 0
+
+    def timed(best: Mapping[str, list[float]], layer: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            start = perf_counter()
+            output = call(*args)
+            if number:  # the first round may allocate, compile and start threads
+                best[layer][number % 2] = min(best[layer][number % 2], perf_counter() - start)
+            return output
+
+        return run
+
+    runs = []  # by the first implementation of every layer, by the second, and so on
+    for index in range(max(map(len, layers.values()))):
+        by = {layer: names[index % len(names)] for layer, names in layers.items()}
+        best = {layer: taken[layer][name] for layer, name in by.items()}
+        runs.append(build(by, functools.partial(timed, best)))
+    began = perf_counter()
     for number in range(1 + MAX_ROUNDS):
-        for name in order[number % len(order) :] + order[: number % len(order)]:
-            for call, times in zip(calls[name], taken[name][number % 2], strict=True):
-                evicted.sum()
-                start = perf_counter()
-                call()
-                if number:  # the first call may allocate, compile and start threads
-                    times.append(perf_counter() - start)
+        for index in range(len(runs)):
+            runs[(index + number) % len(runs)]()
         elapsed = perf_counter() - began
         if number >= MIN_ROUNDS:
-            halves = {name: [math.prod(map(min, half)) ** (1 / len(half)) for half in taken[name]] for name in order}
-            is_quiet = all(max(pair) <= NOISE * min(pair) for pair in halves.values())
-        if elapsed > MAX_SECONDS or (is_quiet and elapsed > SECONDS * len(order)):
+            found = {layer: _choose(times) for layer, times in taken.items() if _is_quiet(times)}
+        if elapsed > MAX_SECONDS or (len(found) == len(layers) and elapsed > SECONDS):
             break
-    if not is_quiet:
-        return order[0], False
-    best = {name: min(pair) for name, pair in halves.items()}
-    name = min(best, key=best.__getitem__)
-    return (name if best[order[0]] > MARGIN * best[name] else order[0]), True
+    return found
+
+
+def _is_quiet(times: Mapping[str, Sequence[float]]) -> bool:
+    return all(max(pair) <= NOISE * min(pair) for pair in times.values())
+
+
+def _choose(times: Mapping[str, Sequence[float]]) -> str:
+    default, name = next(iter(times)), min(times, key=lambda name: min(times[name]))
+    return name if min(times[default]) > MARGIN * min(times[name]) else default
 
 
 def describe_machine() -> str:
@@ -107,7 +125,7 @@ def _path(machine: str) -> Path:
 
 
 @functools.cache
-def _selected(machine: str) -> dict[str, str]:
+def _known(machine: str) -> dict[str, str]:
     """Returns the results of this process, which start with the results in the file."""
     return _read(machine)
 
@@ -119,7 +137,7 @@ def _read(machine: str) -> dict[str, str]:
     return {}
 
 
-def _store(machine: str, layer: str, name: str) -> None:
+def _store(machine: str, found: Mapping[str, str]) -> None:
     with contextlib.suppress(OSError), file_aside(_path(machine)) as aside:
-        fields = {"machine": json.loads(machine), "selected": _read(machine) | {layer: name}}
+        fields = {"machine": json.loads(machine), "selected": _read(machine) | {**found}}
         aside.write_text(json.dumps(fields, indent=1))

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..ops import qk_norm_rope, reference
 from ..ops.attention import attention_among
 from ..ops.descriptions import Keys, Norm, Rope
 from ..ops.registration import in_transform, needs_gradient
-from .fastest import Call, fastest
+from .fastest import Timed, fastest
 from .frozen import Frozen
 from .parts import AttentionParts, BlockParts, MlpParts, sources, tensor_of
 
@@ -33,8 +33,7 @@ GRAPHS = 64  # maximum number of attention graphs in the cache
 # the system, and page faults took a fifth of the time of vit_tiny at batch 8 in bf16.
 HIDDEN_BYTES = 2**21
 ROWS = 256  # tokens that weights are packed for; tested with 5, 197 and 1,576 tokens
-TOKENS = (50, 197, 577)  # numbers of tokens that attention is measured with
-ROWS_TIMED = (197, 788)  # numbers of tokens that linear layers are measured with: one image, and several in one group
+TOKENS = (197, 50, 577)  # numbers of tokens that attention is measured with; linear layers only with the first
 
 _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_.default,
@@ -50,10 +49,12 @@ _EPILOGUES: dict[str, tuple[str, list[float], str]] = {
 }  # fmt: skip
 
 
-def implementations(dtype: torch.dtype, activation: str | None) -> list[str]:
-    """Returns the implementations of a linear layer; the first is the default."""
-    names = ["onednn", "aten"] + (["mkl"] if dtype == torch.float32 else [])
-    return names if activation not in _EPILOGUES else ["onednn-epilogue", *names]
+def implementations(dtype: torch.dtype) -> list[str]:
+    """Returns the implementations of a linear layer; the first is the default.
+
+    "onednn-epilogue" fuses activation and residual into the matmul; all others compute them afterwards, in place.
+    """
+    return ["onednn-epilogue", "onednn", "aten"] + (["mkl"] if dtype == torch.float32 else [])
 
 
 class PackedLinear:
@@ -68,10 +69,11 @@ class PackedLinear:
             bias = None if bias is None else bias.float() * scale.float()
         # copy the bias, so that an update of the parameter changes no bias before the weight is packed again
         self._bias = None if bias is None else bias.to(weight.dtype, copy=True)
-        in_epilogue = implementation == "onednn-epilogue"
-        self._epilogue = _EPILOGUES[str(activation)] if in_epilogue else _NO_EPILOGUE
-        self._activation = None if in_epilogue or activation is None else _IN_PLACE[activation]
-        self._by, self.shape = implementation.partition("-")[0], weight.shape
+        self._by, _, self._fused = implementation.partition("-")
+        self._epilogue = _EPILOGUES.get(str(activation), _NO_EPILOGUE) if self._fused else _NO_EPILOGUE
+        after = activation is not None and self._epilogue is _NO_EPILOGUE
+        self._activation = _IN_PLACE[str(activation)] if after else None
+        self.shape = weight.shape
         if self._by == "aten":
             self._weight = weight.clone(memory_format=torch.contiguous_format)
         else:
@@ -88,7 +90,7 @@ class PackedLinear:
             y: Tensor = torch.ops.mkl._mkl_linear.default(x, self._weight, self._shape_only, self._bias, rows)
         elif self._by == "aten":
             y = F.linear(x, self._weight, self._bias)
-        elif residual is not None:
+        elif residual is not None and self._fused:
             return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
         else:
             y = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, *self._epilogue)
@@ -97,88 +99,33 @@ class PackedLinear:
         return y if residual is None else y.add_(residual)
 
 
-def _fastest_linear(
-    weight: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str | None, adds: bool
-) -> str:
-    """Returns the fastest implementation of PackedLinear for the ROWS_TIMED that fit into one group of images."""
-    outputs, inputs = weight.shape
-    most = HIDDEN_BYTES * torch.get_num_threads() // (outputs * weight.element_size())
-    sizes = [rows for rows in ROWS_TIMED if rows <= max(most, ROWS_TIMED[0])]
-
-    def build(name: str) -> list[Call]:
-        layer = PackedLinear(weight, bias, scale, activation, implementation=name)
-        xs = [_random(weight.dtype, 1, rows, inputs) for rows in sizes]
-        residuals = [_random(weight.dtype, 1, rows, outputs) if adds else None for rows in sizes]
-        return [functools.partial(layer, x, residual) for x, residual in zip(xs, residuals)]
-
-    sums = " + residual" if adds else ""
-    key = f"linear, {weight.dtype}, {inputs} to {outputs}, {activation}{sums}, bias {bias is not None}, rows {sizes}"
-    return fastest(key, implementations(weight.dtype, activation), build)
-
-
-def _fastest_attention(dtype: torch.dtype, heads: int, head_dim: int) -> Callable[[int], str]:
-    """Returns a function that maps a number of tokens to "graph" (oneDNN Graph) or "flash"."""
-    found = {}
-    for tokens in TOKENS:
-
-        def build(name: str, tokens: int = tokens) -> list[Call]:
-            qkv = _random(dtype, 1, tokens, 3, heads, head_dim)
-            return [] if name == "graph" and _graph_of(qkv, None) is None else [lambda: _attend(qkv, None, None, name)]
-
-        names = ["flash"] if dtype == torch.float16 else ["graph", "flash"]
-        key = f"attention, {dtype}, {heads} heads, head_dim {head_dim}, {tokens} tokens"
-        found[tokens] = fastest(key, names, build)
-
-    @functools.lru_cache(maxsize=GRAPHS)
-    def select(tokens: int) -> str:
-        return found[min(found, key=lambda measured: abs(math.log(measured / tokens)))]
-
-    return select
-
-
-def _random(dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32).to(dtype)
-
-
 class Packed(Frozen):
     """The packed linear layers of one block; packed again, like a `Frozen`, when the weights change."""
 
     every_source = True
-
-    def __init__(self, attention: AttentionParts, mlp: MlpParts, dtype: torch.dtype, rope_head: int) -> None:
-        self._selected: dict[str, str] = {}  # implementations of the linear layers, selected by the first _recompute
-        self._select_attention: Callable[[int], str] | None = None
-        super().__init__(attention, mlp, dtype, rope_head)
+    _selected: dict[str, str] | None = None  # implementations by name of the layer and number of tokens of attention
 
     def _recompute(self) -> None:
         attention, mlp = self.attention, self.mlp
-        hidden = mlp.activation if mlp.gate is None else None
-        qkv = self._pack("qkv", *attention.qkv.tensors())
-        if self._select_attention is None and attention.terms is None:
-            head_dim = qkv.shape[0] // (3 * attention.num_heads)
-            self._select_attention = _fastest_attention(self.dtype, attention.num_heads, head_dim)
-        self._steps = SimpleNamespace(
-            norm1=attention.norm.now(),
-            qkv=qkv,
-            select_attention=self._select_attention,
-            heads=attention.num_heads,
-            qk_norm=None if attention.qk_norm is None else attention.qk_norm.now(),
-            scale=attention.scale,
-            terms=None if attention.terms is None else attention.terms.now(torch.device("cpu")),
-            proj=self._pack("proj", *attention.with_scale(attention.proj), adds=True),
-            norm2=mlp.norm.now(),
-            fc1=self._pack("fc1", *mlp.fc1.tensors(), activation=hidden),
-            gate=None if mlp.gate is None else self._pack("gate", *mlp.gate.tensors(), activation=mlp.activation),
-            inner_norm=None if mlp.inner_norm is None else mlp.inner_norm.now(),
-            fc2=self._pack("fc2", *mlp.with_scale(mlp.fc2), adds=True),
-        )
-
-    def _pack(
-        self, name: str, weight: Any, bias: Any, scale: Any = None, activation: str | None = None, adds: bool = False
-    ) -> PackedLinear:
-        if name not in self._selected:
-            self._selected[name] = _fastest_linear(weight, bias, scale, activation, adds)
-        return PackedLinear(weight, bias, scale, activation, implementation=self._selected[name])
+        norms = {"norm1": attention.norm, "norm2": mlp.norm, "qk_norm": attention.qk_norm, "inner_norm": mlp.inner_norm}
+        # weight, bias, LayerScale and activation
+        linears: dict[str, tuple[Any, ...]] = {
+            "qkv": (*attention.qkv.tensors(), None, None),
+            "proj": (*attention.with_scale(attention.proj), None),
+            "fc1": (*mlp.fc1.tensors(), None, mlp.activation if mlp.gate is None else None),
+            "fc2": (*mlp.with_scale(mlp.fc2), None),
+        }
+        if mlp.gate is not None:
+            linears["gate"] = *mlp.gate.tensors(), None, mlp.activation
+        steps: dict[str, Any] = {name: None if norm is None else norm.now() for name, norm in norms.items()}
+        steps |= {"heads": attention.num_heads, "scale": attention.scale, "gate": None}
+        steps["terms"] = None if attention.terms is None else attention.terms.now(torch.device("cpu"))
+        if self._selected is None:
+            self._selected = _select(linears, steps, self.dtype)
+        for name, tensors in linears.items():
+            steps[name] = PackedLinear(*tensors, implementation=self._selected[name])
+        attends = {tokens: self._selected[f"attend {tokens}"] for tokens in TOKENS}
+        self._steps = SimpleNamespace(**steps, attend=functools.partial(_attend, attends))
 
     def steps(self) -> Any:
         self.ensure_current()
@@ -209,8 +156,7 @@ def _run_block(x: Tensor, step: Any, rope: Rope | None, keys: Keys | None, outpu
         mixed = attention_among(qkv, keys, scale=step.scale, terms=step.terms, backend="sdpa").flatten(-2)
         mixed, x = (mixed, x) if outputs is None else (mixed[:, :outputs], x[:, :outputs].contiguous())
     elif keys is None:
-        implementation = step.select_attention(qkv.shape[1]) if outputs is None else "flash"
-        mixed = _attend(qkv, step.scale, outputs, implementation)
+        mixed = step.attend(qkv, step.scale, outputs)
         x = x if outputs is None else x[:, :outputs].contiguous()
     else:
         mixed = attention_among(qkv, keys, scale=step.scale, backend="sdpa").flatten(-2)
@@ -223,12 +169,49 @@ def _run_block(x: Tensor, step: Any, rope: Rope | None, keys: Keys | None, outpu
     return y
 
 
-def _attend(qkv: Tensor, scale: float | None, outputs: int | None, implementation: str) -> Tensor:
-    """Returns attention [B, outputs, H * D] of the first `outputs` queries (None: all) of qkv [B, N, 3, H, D]."""
-    if implementation == "graph" and (graph := _graph_of(qkv, scale)) is not None:
-        return graph(qkv)
+def _attend(by_tokens: dict[int, str], qkv: Tensor, scale: float | None, outputs: int | None) -> Tensor:
+    """Returns attention [B, outputs, H * D] of the first `outputs` queries (None: all) of qkv [B, N, 3, H, D].
+
+    `by_tokens` are implementations ("graph" is oneDNN Graph) for some numbers of tokens. The nearest one counts.
+    """
+    if outputs is None:
+        nearest = min(by_tokens, key=lambda tokens: abs(math.log(tokens / qkv.shape[1])))
+        if by_tokens[nearest] == "graph" and (graph := _graph_of(qkv, scale)) is not None:
+            return graph(qkv)
     q, k, v = qkv.transpose(1, 3).unbind(2)
     return F.scaled_dot_product_attention(q[:, :, :outputs], k, v, scale=scale).transpose(1, 2).flatten(-2)
+
+
+def _select(linears: dict[str, tuple[Any, ...]], steps: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
+    """Returns the fastest implementation of each linear layer, and of attention for some numbers of tokens.
+
+    Measures linear layers inside of a block, because the contents of the caches differ from a loop over one layer: on
+    an AMD EPYC (Zen 3), MKL is faster in a loop, and oneDNN in a block.
+    """
+    inputs, width, heads = linears["qkv"][0].shape[1], linears["proj"][0].shape[1], steps["heads"]
+    keys, names = {}, {}
+    for name, (weight, bias, _, activation) in linears.items():
+        keys[name] = f"{name} {tuple(weight.shape)}, {dtype}, {activation}, bias {bias is not None}"
+        names[keys[name]] = implementations(dtype)
+
+    def build(by: Mapping[str, str], timed: Timed, tokens: int) -> Callable[[], object]:
+        attend = timed(keys["attend"], functools.partial(_attend, {tokens: by[keys["attend"]]}))
+        shape = (1, tokens, inputs) if tokens == TOKENS[0] else (1, tokens, 3, heads, width // heads)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32).to(dtype)
+        if tokens != TOKENS[0]:
+            return functools.partial(attend, x, None, None)
+        layers: dict[str, Any] = {"attend": attend, "terms": None, "scale": None}  # terms depend on the tokens
+        for name, tensors in linears.items():
+            layers[name] = timed(keys[name], PackedLinear(*tensors, implementation=by[keys[name]]))
+        return functools.partial(_run_block, x, SimpleNamespace(**steps | layers), None, None, None)
+
+    selected: dict[str, str] = {}
+    for tokens in TOKENS:
+        keys["attend"] = keys[f"attend {tokens}"] = f"attention, {dtype}, {tokens} tokens, {heads} heads, width {width}"
+        names[keys["attend"]] = ["flash"] if dtype == torch.float16 or steps["terms"] is not None else ["graph", "flash"]
+        measured = names if tokens == TOKENS[0] else {keys["attend"]: names[keys["attend"]]}
+        selected |= fastest(measured, functools.partial(build, tokens=tokens))
+    return {name: selected[key] for name, key in keys.items()}
 
 
 _ATTENTION = """
