@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import vit_fast
+from vit_fast.blocks import fastest
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure import cache
 from vit_fast.measure.build import build, call
@@ -182,8 +183,9 @@ def test_incorrect_outputs_are_refused(model, images, exported, monkeypatch) -> 
         trials = Trials(model, images)
         built = torch.no_grad()(lambda values, change=change: change(model(values)))
         monkeypatch.setattr("vit_fast.measure.trials.build", lambda *_, built=built: built)
-        with pytest.raises(Refused, match=reason):
+        with pytest.raises(Refused, match=reason) as refused:
             trials.prepare(Candidate(split=3, precision=precision), 600)
+        assert bool(refused.value.calls_ms) == (precision is not None), "incorrect outputs have no duration"
     monkeypatch.undo()
     trials = Trials(model, images, memory_limit=10)
     trials.prepare(Candidate(), 60)
@@ -225,8 +227,8 @@ def test_a_result_is_cached_saved_and_loaded(model, images, one_engine, tmp_path
             vit_fast.load_optimized(tmp_path / f"{file}.json", vit_fast.create_model("vit_test", **other))
 
 
-def test_keys_of_cached_results(model, images) -> None:
-    """With --allow, a result is of these weights only."""
+def test_keys_of_cached_results(model, images, monkeypatch) -> None:
+    """With --allow, a result is of these weights only; always, of a CPU with these instructions and settings."""
 
     def keys() -> list[dict[str, Any]]:
         return [cache.key_of(model, images, {"allow": allow}) for allow in ([], ["bf16"])]
@@ -239,6 +241,13 @@ def test_keys_of_cached_results(model, images) -> None:
     torch.set_float32_matmul_precision("medium")
     assert keys()[0] != lossless, "matmuls are rounded"
     torch.set_float32_matmul_precision(before)
+    with monkeypatch.context() as patch:
+        patch.setenv("ATEN_CPU_CAPABILITY", "default")
+        assert keys()[0] != lossless
+        patch.undo()
+        patch.setattr(fastest, "cpu_model", lambda: ["AMD EPYC"])
+        assert keys()[0] != lossless, "cpu_name is the same"
+    assert keys()[0] == lossless
 
 
 def test_ctrl_c_ends_the_search_even_if_a_compiler_swallows_it(model, images, monkeypatch) -> None:

@@ -170,7 +170,8 @@ def test_images_in_groups_and_threads_give_the_same_outputs(
     expected = run()
     with ThreadPoolExecutor(4) as pool:
         assert all(all(map(torch.equal, found, expected)) for found in pool.map(run, range(8)))
-    monkeypatch.setattr(packed, "HIDDEN_BYTES", 1)  # one image per group
+    for limit in ("GROUP_BYTES", "THREAD_BYTES"):  # one image per group
+        monkeypatch.setattr(packed, limit, 1)
     torch.testing.assert_close(run(), expected, rtol=1e-5, atol=1e-5)
     assert sum(runs) == 20
 

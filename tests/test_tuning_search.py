@@ -63,7 +63,7 @@ class Machine(NoisyClock):
         if takes > seconds and candidate.changes:
             raise OutOfTime(f"more than {seconds:g} s")
         if candidate.trouble == "incorrect":
-            raise Refused("off by 1")
+            raise Refused("off by 1", [candidate.ms])
         self.held.add(candidate.name)
         calls = [1e3 * self.spend(candidate.ms / 1e3) for _ in range(2)]
         self.calls[candidate.name] += 2

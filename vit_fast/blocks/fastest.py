@@ -51,7 +51,7 @@ def fastest(layers: Layers, build: Build) -> dict[str, str]:
     if torch._C._len_torch_dispatch_stack():  # e.g. FakeTensorMode
         return selected
     with _LOCK:
-        machine = describe_machine()
+        machine = json.dumps(describe_cpu())
         known = _known(machine)
         missing = {layer: names for layer, names in layers.items() if len(names) > 1 and known.get(layer) not in names}
         if missing:
@@ -106,9 +106,9 @@ def _choose(times: Mapping[str, Sequence[float]]) -> str:
     return name if min(times[default]) > MARGIN * min(times[name]) else default
 
 
-def describe_machine() -> str:
-    """Returns everything that the results depend on, as JSON."""
-    fields: dict[str, Any] = {
+def describe_cpu() -> dict[str, Any]:
+    """Returns what the speed of torch depends on: CPU, threads, version, and settings."""
+    return {
         "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -117,7 +117,6 @@ def describe_machine() -> str:
         "fp32": torch.get_float32_matmul_precision(),
         "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
     }
-    return json.dumps(fields)
 
 
 def _path(machine: str) -> Path:

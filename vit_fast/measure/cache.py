@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..blocks.fastest import describe_cpu
 from ..files import cache_folder as folder
 from ..files import file_aside
 from ..version import __version__, cpu_name, installed
@@ -78,12 +79,12 @@ def key_of(model: nn.Module, example: Any, request: dict[str, Any]) -> dict[str,
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Returns device, driver, versions, and torch's precision of fp32 matmuls."""
+    """Returns device, driver or CPU, versions, and torch's precision of fp32 matmuls."""
     versions = {name: version for name in PACKAGES if (version := installed(name)) is not None}
     versions |= {"vit_fast": __version__, "python": platform.python_version()}
     found = {"versions": versions, "fp32": torch.get_float32_matmul_precision()}
     if device.type != "cuda":
-        return found | {"device": cpu_name(), "threads": torch.get_num_threads()}
+        return found | {"device": cpu_name(), "cpu": describe_cpu()}
     driver = getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009  # builds without CUDA lack it
     return found | {"device": torch.cuda.get_device_name(device), "driver": driver, "cuda": torch.version.cuda}
 

@@ -273,7 +273,8 @@ class Trials:
     def prepare(self, candidate: Candidate, seconds: float, most_ms: float = math.inf) -> list[float]:
         """Builds and checks a candidate; returns the ms of its calls except the first.
 
-        Raises Refused, also if each call takes longer than `most_ms`, or OutOfTime after `seconds`.
+        Raises Refused, also if each call takes longer than `most_ms`, or OutOfTime after `seconds`. If the outputs are
+        correct, but the agreement is too low or the memory too large, the error contains the durations.
         """
         self.check_interrupt()
         if (reason := self.skipped.get(candidate.precision)) is not None:
@@ -307,6 +308,12 @@ class Trials:
             raise Refused(_in_words(error)) from None
         verdict, agreement = ready.verdict, 1.0 if ready.agreement is None else ready.agreement
         peak, limit, reason = ready.own_bytes + (ready.call_bytes or 0), self.memory_limit, verdict.reason
+        allowed, first_call_s = None if lossy else verdict.allowed_error, ready.build_s + ready.first_call_s
+        self._learn(typical_s, first_call_s - ready.call_s)
+        calls_ms = []
+        if reason is None or is_original:
+            self.checked[candidate] = Checked(verdict.max_error, allowed, agreement, first_call_s, peak)
+            calls_ms = [1e3 * seconds for seconds in ready.calls_s]
         if reason is None and lossy and agreement < self.min_agreement:
             reason = f"the agreement with the model must be at least {self.min_agreement:.1%}, got {agreement:.1%}"
         if reason is None and limit is not None and peak > limit:
@@ -314,16 +321,13 @@ class Trials:
         if reason is not None and not is_original:
             del ready
             free_memory(self.device)
-            raise Refused(reason)
-        allowed, first_call_s = None if lossy else verdict.allowed_error, ready.build_s + ready.first_call_s
-        self.checked[candidate] = Checked(verdict.max_error, allowed, agreement, first_call_s, peak)
+            raise Refused(reason, calls_ms)
         optimized: Optimized = ready.function
         samples = Samples(lambda number: call(optimized, self.example), self.device, Protocol())
         self.prepared[candidate] = optimized, samples
         if is_original:
             self.original_s = CALLS * ready.call_s
-        self._learn(typical_s, first_call_s - ready.call_s)
-        return [1e3 * seconds for seconds in ready.calls_s]
+        return calls_ms
 
     def _learn(self, typical_s: float, built_s: float) -> None:
         if typical_s >= QUANTIZE_S:
