@@ -208,9 +208,10 @@ def _select(linears: dict[str, tuple[Any, ...]], steps: dict[str, Any], dtype: t
         return functools.partial(_run_block, x, SimpleNamespace(**steps | layers), None, None, None)
 
     selected: dict[str, str] = {}
+    attends = ["flash"] if dtype == torch.float16 or steps["terms"] is not None else ["graph", "flash"]
     for tokens in TOKENS:
         keys["attend"] = keys[f"attend {tokens}"] = f"attention, {dtype}, {tokens} tokens, {heads} heads, width {width}"
-        names[keys["attend"]] = ["flash"] if dtype == torch.float16 or steps["terms"] is not None else ["graph", "flash"]
+        names[keys["attend"]] = attends
         measured = names if tokens == TOKENS[0] else {keys["attend"]: names[keys["attend"]]}
         selected |= fastest(measured, functools.partial(build, tokens=tokens))
     return {name: selected[key] for name, key in keys.items()}
