@@ -75,8 +75,8 @@ class Activations:
 
     def distances(self, patch_px: Sequence[float]) -> Tensor:
         """Returns the mean attention distance [blocks, H] in pixels, measured between patch centers."""
-        sides = zip(self.grid, patch_px)
-        places = torch.cartesian_prod(*(torch.arange(count, device="cpu") * float(side) for count, side in sides))
+        axes = [torch.arange(count, device="cpu") * float(side) for count, side in zip(self.grid, patch_px)]
+        places = torch.cartesian_prod(*axes)
         apart = torch.cdist(places, places)
         between = [weights[..., self.prefix :, self.prefix :] for weights in self.attention]
         return torch.stack([((weights * apart).sum(-1) / weights.sum(-1)).mean((0, 2)) for weights in between])
@@ -296,8 +296,7 @@ def attention_distance(model: nn.Module, image: GivenImage = None) -> Figure:
     image, activations = _recorded(model, image)
     sides = [side / count for side, count in zip(image.shown.shape[:2], activations.grid)]
     found = activations.distances(sides).numpy()
-    figure, axes = _figure(f"{found.shape[1]} heads per block, and their mean", 5.5, 3.6)
-    axes = axes.item()
+    figure, ((axes,),) = _figure(f"{found.shape[1]} heads per block, and their mean", 5.5, 3.6)
     axes.plot(found, ".", markersize=8, color=ACCENT, alpha=0.75)
     axes.plot(found.mean(1), color=FAINT, linewidth=1)
     axes.set(xlabel="block", ylabel="mean attention distance, pixels", ylim=(0, 1.1 * found.max()))
