@@ -133,7 +133,7 @@ def _server_config(
         accelerator = f'gpu_execution_accelerator {{ name: "tensorrt" {mode} }}'
         lines.append(f"optimization {{ execution_accelerators {{ {accelerator} }} }}")
     if dynamic and info.output is not None and (profile := _shape_profile(info)):
-        tensor, dims = info.inputs[0], list(profile["opt"][1:])
+        tensor, dims = info.inputs[0], list(profile["opt"][info.inputs[0]["name"]][1:])
         request = f"{_type_of(tensor, info)} dims: {dims} random_data: true"
         inputs = f"inputs {{ key: {_quoted(tensor['name'])} value {{ {request} }} }}"
         for batch in dict.fromkeys((1, max_batch)):  # these requests build TensorRT engines before the model is ready
@@ -159,15 +159,21 @@ def _labels(info: OnnxInfo) -> tuple[str, ...]:
     return names if info.output in ("logits", "probabilities") and one_per_line else ()
 
 
-def _shape_profile(info: OnnxInfo) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of an engine as "min", "opt" and "max"; {} for a fixed shape."""
-    signature = read_signature(info)
+def _shape_profile(info: OnnxInfo) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Returns the shapes of an engine's inputs as "min", "opt" and "max"; {} for fixed shapes."""
+    signature = read_signature(info, any_inputs=info.metadata.get("inputs") is not None)
+    hw, patches = signature.image_hw or (224, 224), signature.patch_hw or (1, 1)
+    dynamic = any(not isinstance(dim, int) for entry in info.inputs for dim in entry["shape"])
     profile = {}
-    for name, batch, part in PROFILE if None in signature.shape else ():
-        hw, patches = signature.image_hw or (224, 224), signature.patch_hw or (1, 1)
+    for name, batch, part in PROFILE if dynamic else ():
         sides = [max(1, round(side * part / patch)) * patch for side, patch in zip(hw, patches)]
         wanted = (batch, *sides, signature.in_chans) if signature.takes_pixels else (batch, signature.in_chans, *sides)
-        profile[name] = tuple(fixed or size for fixed, size in zip(signature.shape, wanted))
+        profile[name] = {
+            entry["name"]: tuple(
+                fixed if isinstance(fixed, int) else wanted[i] for i, fixed in enumerate(entry["shape"])
+            )
+            for entry in info.inputs
+        }
     return profile
 
 
@@ -175,15 +181,8 @@ def trtexec_line(info: OnnxInfo) -> str:
     """Returns the command that builds FILE.plan beside FILE.onnx."""
     path = Path(info.path)
     words = ["trtexec", f"--onnx={path}", f"--saveEngine={path.with_suffix('.plan')}", "--stronglyTyped"]
-    one = info.metadata.get("inputs") is None
-    profile = _shape_profile(info) if one else {}
-    shapes = {name: [(info.inputs[0], shape)] for name, shape in profile.items()}
-    if not one and any(isinstance(dim, str) for entry in info.inputs for dim in entry["shape"]):
-        for name, batch, _ in PROFILE:  # only the batch is dynamic
-            fixed = [[batch if isinstance(dim, str) else dim for dim in entry["shape"]] for entry in info.inputs]
-            shapes[name] = list(zip(info.inputs, map(tuple, fixed)))
-    for name, each in shapes.items():
-        listed = [f"{entry['name']}:{'x'.join(map(str, shape))}" for entry, shape in each]
+    for name, shapes in _shape_profile(info).items():
+        listed = [f"{tensor}:{'x'.join(map(str, shape))}" for tensor, shape in shapes.items()]
         words.append(f"--{name}Shapes={','.join(listed)}")
     return shlex.join(words)
 

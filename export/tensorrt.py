@@ -28,10 +28,8 @@ def tensorrt_reasons(model: ir.Model) -> list[str]:
             reasons.append(f"{name} must have one output, got {len(node.outputs)}")
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
             scale, zero = (constant_of(value) for value in (*node.inputs[1:3], None)[:2])
-            if scale is None or not (scale > 0).all():
-                reasons.append(f"the scale of {name} must be a positive constant")
-            if zero is not None and zero.astype(float).any():
-                reasons.append(f"the zero point of {name} must be 0")
+            if scale is None or not (scale > 0).all() or (zero is not None and zero.astype(float).any()):
+                reasons.append(f"the scale of {name} must be a positive constant, and its zero point 0")
             if zero is not None and ir.DataType.from_numpy(zero.dtype).name not in QUANTIZED:
                 reasons.append(f"the type of {name} must be one of {', '.join(QUANTIZED)}")
         if node.op_type == "QuantizeLinear" and any(

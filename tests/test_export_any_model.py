@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.apps.data import sample_image
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.export import OnnxRunner, export_onnx, inspect_onnx
+from vit_fast.export import ExportReport, OnnxRunner, QuantisationError, export_onnx, inspect_onnx
 from vit_fast.export.tensorrt import tensorrt_reasons
 
 SMALL: dict[str, Any] = {"embed_dim": 64, "num_heads": 2, "depth": 4, "img_size": 64}
@@ -50,6 +50,15 @@ TOWERS = {
 }
 
 
+def exported(model: nn.Module, path: Path, **given: Any) -> ExportReport | None:
+    """Exports a model; returns None if 8 bits are refused, because they change outputs of random weights too much."""
+    try:
+        return export_onnx(model, path, **given)
+    except QuantisationError as error:
+        assert given["precision"] == "int8" and "changes outputs too much" in str(error) and not path.exists()
+        return None
+
+
 def intermediates(name: str, model: Any, x: Tensor, layers: list[int]) -> list[Tensor]:
     """Returns the outputs of blocks as the library itself returns them: [B, P + N, C]."""
     if name.startswith("timm"):
@@ -68,7 +77,8 @@ def test_tokens_and_intermediate_layers(name: str, precision: Any, tmp_path: Pat
     given: dict[str, Any] = {"output": ["tokens", "intermediate"], "layers": layers, "target": "ort-cpu"}
     if precision == "int8":
         given |= {"calibration": [sample_image()], "images": [sample_image()]}
-    report = export_onnx(model, tmp_path / "m.onnx", precision=precision, **given)
+    if (report := exported(model, tmp_path / "m.onnx", precision=precision, **given)) is None:
+        return
     names = [name for layer in layers for name in (f"intermediate_{layer}", f"intermediate_{layer}_prefix")]
     assert report.verified and list(report.outputs) == ["tokens", "prefix_tokens", *names]
     assert {check.output for check in report.checks} == set(report.outputs) and max(c.batch for c in report.checks) > 3
@@ -210,7 +220,8 @@ def test_any_model(name: str, precision: Any, tmp_path: Path) -> None:
             with pytest.raises(UnsupportedInputError, match="must have a linear layer over tokens, got none"):
                 export_onnx(model, tmp_path / "m.onnx", **given)
             return
-    report = export_onnx(model, tmp_path / "m.onnx", **given)
+    if (report := exported(model, tmp_path / "m.onnx", **given)) is None:
+        return
     assert report.verified and list(report.outputs) == names and {c.output for c in report.checks} == set(names)
     assert max(check.batch for check in report.checks) >= 3
     if name == "wrapper":

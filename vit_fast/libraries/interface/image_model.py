@@ -116,9 +116,13 @@ class ImageModel:
         calls: dict[nn.Module, Any] = {}  # outputs of blocks, and of norms outside of them, in the order of the calls
         by_default = ("logits",) if self.num_classes else ("features", "tokens")
         sources = {name: "logits" if name == "probabilities" else name for name in wanted.names or by_default}
+
+        def record(module: nn.Module, _: Any, y: Any) -> None:
+            calls.setdefault(module, y)
+
         with contextlib.ExitStack() as stack:
             for module in watched:
-                stack.callback(module.register_forward_hook(lambda part, _, y: calls.setdefault(part, y)).remove)
+                stack.callback(module.register_forward_hook(record).remove)
             found = self.run(images, [source for source in sources.values() if source != "intermediate"], dynamic_size)
         if not wanted.names:
             sources = {name: name for name in [name for name in by_default if name in found][:1]}
