@@ -7,7 +7,7 @@ hf:FOLDER or hf:ID                           a transformers model by its config,
 model.onnx                                   an ONNX file
 module:function                              function() returns an nn.Module that takes images, or with an example
 block:NAME                                   the first block of a variant or a weights file
-attention:197x12x64, mlp:197x768x3072        single operators, see operators.py
+attention:197x12x64, attention:64x3x32:bias  single operators, see operators.py; also mlp:197x768x3072
 """
 
 from __future__ import annotations

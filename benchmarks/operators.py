@@ -1,6 +1,7 @@
 """Single operators as models, with the functions of all libraries that compute them.
 
-attention:197x12x64               softmax attention on packed qkv [B, tokens, 3, heads, head_dim]
+attention:197x12x64[:bias]        softmax attention on packed qkv [B, tokens, 3, heads, head_dim]; with a bias
+                                  [heads, tokens, tokens], which has no gradient
 mlp:197x768x3072[:activation]     LayerNorm + MLP + residual on [B, tokens, width]; gelu by default
 
 `--train` measures the backward alone. The reference is "eager". To add an operator of a library, add its function to
@@ -31,7 +32,10 @@ _WORD = re.compile(r"(attention|mlp):(\d+)x(\d+)x(\d+)(?::(\w+))?")
 
 @dataclass(frozen=True)
 class Operator:
-    """An "attention" of tokens x heads x head_dim, or an "mlp" of tokens x width x hidden width."""
+    """An "attention" of tokens x heads x head_dim, or an "mlp" of tokens x width x hidden width.
+
+    `activation` is "bias" for attention with a bias.
+    """
 
     part: str
     sizes: tuple[int, int, int]
@@ -43,10 +47,9 @@ class Operator:
         if not (matched := _WORD.fullmatch(word)):
             return None
         part, tokens, second, third, activation = matched.groups()
-        if activation and (part != "mlp" or activation not in ACTIVATIONS):
-            raise ValueError(
-                f"{word}: only mlp accepts an activation, one of {', '.join(ACTIVATIONS)}, got {activation}"
-            )
+        accepted = tuple(ACTIVATIONS) if part == "mlp" else ("bias",)
+        if activation and activation not in accepted:
+            raise ValueError(f"{word}: the end for {part} must be one of {', '.join(accepted)}, got {activation}")
         return cls(part, (int(tokens), int(second), int(third)), activation or "gelu")
 
     @property
@@ -61,7 +64,8 @@ class Operator:
         if self.part == "attention":
             # forward reads q, k, v and writes o; backward also reads o and do and writes dq, dk, dv
             flop, moved = 4 * batch * second * tokens**2 * third, batch * tokens * second * third
-            return {"attention": Work(flop * 5 // 2 if training else flop, (8 if training else 4) * moved)}
+            bias = second * tokens**2 if self.activation == "bias" else 0
+            return {"attention": Work(flop * 5 // 2 if training else flop, (8 if training else 4) * moved + bias)}
         narrow, wide = batch * tokens * second, batch * tokens * third
         weights, passes = second * third, 2 if training else 1
         # forward moves x, y and 2 h (h: hidden); backward x, dy, dx, z (before the activation), 2 h and 3 dz
@@ -73,7 +77,7 @@ class Operator:
         normal = partial(torch.randn, generator=torch.Generator().manual_seed(0))
         _, C, H = self.sizes
         if self.part == "attention":
-            return {}
+            return {"bias": normal(C, self.sizes[0], self.sizes[0])} if self.activation == "bias" else {}
         return {
             "norm_weight": 1 + 0.2 * normal(C), "norm_bias": 0.1 * normal(C), "fc1_weight": normal(H, C) * C**-0.5,
             "fc1_bias": 0.1 * normal(H), "fc2_weight": normal(C, H) * H**-0.5, "fc2_bias": 0.1 * normal(C),
@@ -99,6 +103,8 @@ def build(name: str, operator: Operator, weights: Mapping[str, Tensor], device: 
     reasons = [] if name in table else [f"the candidate must be one of {', '.join(table)} for {operator.part}"]
     if name in ("flash-attn", "cublaslt") and device.type == "cpu":
         reasons.append("a GPU is required")  # on a CPU, the epilogue of _addmm_activation is exact GELU
+    if name == "flash-attn" and operator.activation == "bias":
+        reasons.append("flash-attn has no bias")
     if name == "cublaslt" and operator.activation != "gelu_tanh":
         reasons.append(f"the activation must be gelu_tanh, got {operator.activation}")
     if reasons:
@@ -109,18 +115,23 @@ def build(name: str, operator: Operator, weights: Mapping[str, Tensor], device: 
     return Operation(function, weights).to(device)
 
 
-def _sdpa(qkv: Tensor) -> Tensor:
+def _packed(backend: str, qkv: Tensor, bias: Tensor | None = None) -> Tensor:
+    return ops.attention_qkvpacked(qkv, bias=bias, backend=backend)
+
+
+def _sdpa(qkv: Tensor, bias: Tensor | None = None) -> Tensor:
     q, k, v = qkv.transpose(1, 3).unbind(2)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2)
 
 
-def _flex(qkv: Tensor) -> Tensor:
+def _flex(qkv: Tensor, bias: Tensor | None = None) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
     if qkv.device.type == "cpu" and qkv.requires_grad:
         raise UnsupportedInputError("flex", ["FlexAttention has no backward on a CPU"])
     q, k, v = qkv.transpose(1, 3).unbind(2)
-    return _compiled(flex_attention)(q, k, v).transpose(1, 2)
+    added = None if bias is None else lambda score, batch, head, query, key: score + bias[head, query, key]
+    return _compiled(flex_attention)(q, k, v, added).transpose(1, 2)
 
 
 @functools.cache
@@ -143,9 +154,9 @@ def _cublaslt(x: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tenso
 
 FUNCTIONS: dict[str, dict[str, Function]] = {
     "attention": {
-        "eager": partial(ops.attention_qkvpacked, backend="eager"),
+        "eager": partial(_packed, "eager"),
         "sdpa": _sdpa,
-        "triton": partial(ops.attention_qkvpacked, backend="triton"),
+        "triton": partial(_packed, "triton"),
         "flex": _flex,
         "flash-attn": _flash_attn,
     },

@@ -114,6 +114,7 @@ def _attention_bias_bwd_dq_kernel(
     lse = tl.load(lse_ptr + row_offset, mask=inside, other=float("inf"))
     acc = zero_tile(BLOCK_M, FORM)
     columns = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    tl.assume(n_steps > 0)  # otherwise wgmma is serialized, as in `over_tiles` of attention_tiles.py
     for tile in tl.range(0, n_steps, num_stages=STAGES):
         keys, real = keys_of_tile(tile, sizes, BLOCK_N)
         c, c_in = keys[None, :], real[None, :]
@@ -155,6 +156,7 @@ def _attention_bias_bwd_dkdv_kernel(
     kt = load_rows(k, window, h, keys, real, terms, sizes, FORM)
     vt = load_rows(v, window, h, keys, real, terms, sizes, FORM)
     dkt, dvt = zero_tile(BLOCK_N, FORM), zero_tile(BLOCK_N, FORM)
+    tl.assume(n_q > 0)
     for start in tl.range(0, n_q, BLOCK_M, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_M)
         inside = rows < n_q

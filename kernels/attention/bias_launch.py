@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..device import gpu_of
+from ..device import generation, gpu_of
 from ..launch import Launch, ceil_div
 from .attention_policy import MIN_BLOCK, split_head_dim
 from .bias_backward import (
@@ -48,10 +48,21 @@ class BiasedAttention(NamedTuple):
         return (*self.lse.shape, self.k.shape[2] if self.terms.groups is None else self.lse.shape[2])
 
     @property
-    def one_tile(self) -> bool:
+    def width(self) -> int:
+        """Columns of a tile, including padding."""
+        return sum(split_head_dim(self.q.shape[3]))
+
+    def area(self, whole: bool) -> int:
+        """Returns the most elements of a tile of scores that does not spill; `whole`: in the one-tile forward."""
+        if self.q.dtype.itemsize > 2:
+            return 32 * 32
+        ampere = generation(gpu_of(self.q.device).arch) == "ampere"
+        return 64 * 32 if self.width > 80 or (ampere and not whole) else 64 * 64
+
+    def one_tile(self, area: int) -> bool:
         """True if one tile of scores covers a window."""
-        largest = 64 if self.q.dtype.itemsize == 2 else 32
-        return max(self.sizes[2:]) <= largest and self.terms.rel_h is None
+        n_q, n_kv = map(_power_of_two, self.sizes[2:])
+        return n_q * n_kv <= area and max(n_q, n_kv) <= 64 and self.terms.rel_h is None
 
 
 def _power_of_two(length: int) -> int:
@@ -59,20 +70,19 @@ def _power_of_two(length: int) -> int:
 
 
 def _launch(
-    kernel: Any, call: BiasedAttention, args: dict[str, Any], per_rows: bool, per_keys: bool, shares: bool,
-    **constants: Any,
+    kernel: Any, call: BiasedAttention, args: dict[str, Any], area: int, warps: int, per_rows: bool, per_keys: bool,
+    shares: bool, **constants: Any,
 ) -> tuple[Launch, int]:  # fmt: skip
     """Returns the launch and the number of groups of windows.
 
     A program has a tile of queries if `per_rows`, a tile of keys if `per_keys`, and several windows if `shares`.
     """
     q, terms, (n_batch, heads, n_q, n_kv) = call.q, call.terms, call.sizes
-    largest = 64 if q.dtype.itemsize == 2 else 32
-    block_m, block_n = (min(largest, _power_of_two(length)) for length in (n_q, n_kv))
-    step = block_n
+    step = block_n = min(_power_of_two(n_kv), 64, area // min(64, _power_of_two(n_q)))
     if terms.rel_w is not None:
         step = terms.rel_w.shape[3]
         block_n = _power_of_two(step)
+    block_m = min(_power_of_two(n_q), 64, area // block_n)
     n_steps, masks = ceil_div(n_kv, step), 1 if terms.window_mask is None else terms.window_mask.shape[0]
     programs = heads * (ceil_div(n_q, block_m) if per_rows else 1) * (n_steps if per_keys else 1)
     group, chunks, per_mask = 1, n_batch, ceil_div(n_batch, masks)
@@ -91,7 +101,7 @@ def _launch(
         "D": q.shape[3], "LO": lo, "HI": hi, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": 2,
         "WIDE": any(value.shape[2] * abs(value.stride(2)) >= 2**31 for value, *_ in sources.values()),
     }  # fmt: skip
-    warps = 4 if max(block_m, block_n) >= 64 else 2
+    warps = min(warps, max(1, block_m * block_n // 512))
     return Launch(kernel, (programs * chunks,), args, constants, num_warps=warps, device=q.device), chunks
 
 
@@ -120,8 +130,10 @@ def _terms(terms: Any, key_mask: Tensor | None) -> tuple[Any, ...]:
 
 def attention_bias_forward(call: BiasedAttention, o: Tensor) -> None:
     """Computes the output o [B, H, N, D], and call.lse."""
-    args, one = {"q": call.q, "k": call.k, "v": call.v, "o": o}, call.one_tile
-    _launch(_attention_bias_fwd_kernel, call, args, True, False, one, ONE_TILE=one)[0].run()
+    args, area = {"q": call.q, "k": call.k, "v": call.v, "o": o}, call.area(True)
+    one = call.one_tile(area)
+    area = area if one else call.area(False)
+    _launch(_attention_bias_fwd_kernel, call, args, area, 4, True, False, one, ONE_TILE=one)[0].run()
 
 
 def attention_bias_backward(
@@ -139,15 +151,18 @@ def attention_bias_backward(
     }  # fmt: skip
     args: dict[str, Any] = {"q": call.q, "k": call.k, "v": call.v, "do": do}
     rows = args | {"dq": dq, "delta_ptr": delta, "dscale_ptr": dscale}
-    whole = call.one_tile
+    area = call.area(False)
+    whole = call.one_tile(area)
     if not whole:
         drel = {f"d{name}_ptr": gradients.get(name) for name in ("rel_h", "rel_w")}
-        _launch(_attention_bias_bwd_dq_kernel, call, rows | drel | {"o": o}, True, False, False)[0].run()
+        _launch(_attention_bias_bwd_dq_kernel, call, rows | drel | {"o": o}, area, 4, True, False, False)[0].run()
         keys = args | {"dk": dk, "dv": dv, "delta_ptr": delta}
-        _launch(_attention_bias_bwd_dkdv_kernel, call, keys, False, True, False)[0].run()
+        _launch(_attention_bias_bwd_dkdv_kernel, call, keys, area, 4, False, True, False)[0].run()
     if whole or bias_grad:
         everything = rows | {"dk": dk, "dv": dv, "parts_ptr": None}
-        launch, chunks = _launch(_attention_bias_bwd_tile_kernel, call, everything, True, True, True, WHOLE=whole)
+        launch, chunks = _launch(
+            _attention_bias_bwd_tile_kernel, call, everything, area, 8, True, True, True, WHOLE=whole
+        )
         if bias_grad:
             parts = lse.new_empty((chunks, *call.sizes[1:]))
             launch = replace(launch, args={**launch.args, "parts_ptr": parts})

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...ops.descriptions import ScoreTerms
 from ..attention.attention import attention_backward, attention_forward
+from ..attention.bias_launch import BiasedAttention, attention_bias_backward, attention_bias_forward
 from ..device import has_fp8, matrix_instruction
 from . import offline
 from .offline import Build
@@ -35,6 +37,12 @@ _CORE_OF = {  # additional core builds of an architecture
     "sm_90": {(577, 64, "fixed"), (257, 80, "fixed"), (1024, 72, "packed"), (256, 72, "masked")},
     "sm_120": {(577, 96, "fixed"), (577, 128, "fixed")},  # other tiles than on sm_80, which would spill on sm_120
 }
+# (batch, tokens, heads, head_dim, columns of the grid of `rel` or 0, rows of the window mask or 0) of models with a
+# bias: windows of Swin at 224 and 384 pixels, BEiT, windows and global blocks of SAM, ViT-H with a bias
+_BIASED_SHAPES = (
+    (8192, 49, 4, 32, 0, 64), (2048, 144, 4, 32, 0, 16), (64, 197, 12, 64, 0, 0), (25, 196, 12, 64, 14, 0),
+    (1, 4096, 12, 64, 64, 0), (64, 257, 16, 80, 0, 0), (8, 256, 8, 128, 0, 0),
+)  # fmt: skip
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "tf32"}
 _HEADS = 4
 
@@ -55,6 +63,10 @@ def attention_builds(arch: str) -> Iterator[Build]:
     for form in ("fixed", "packed", "masked"):
         for shape in _FP32_SHAPES:
             yield from _builds(arch, *shape, dtype=torch.float32, form=form)
+    for biased in _BIASED_SHAPES:
+        yield from _biased_builds(arch, *biased, torch.bfloat16)
+        if 64 < biased[1] < 4096:
+            yield from _biased_builds(arch, *biased, torch.float32)
     for case in _E4M3_SHAPES if has_fp8(arch) else ():
         yield from _builds(arch, *case, form="to e4m3")
 
@@ -91,6 +103,31 @@ def _builds(
         kernel = launch.kernel.__name__.strip("_").removesuffix("_kernel")
         case = f"{_NAMES[dtype]} {lengths} D{head_dim} B{batch} {access}{ending}"
         yield Build(kernel, case, launch, core=core, needs=needs)
+
+
+def _biased_builds(
+    arch: str, batch: int, tokens: int, heads: int, head_dim: int, grid: int, masks: int, dtype: torch.dtype
+) -> Iterator[Build]:
+    """Yields the builds of attention with a bias, or with `rel` if grid > 0, and a window mask if masks > 0."""
+
+    def tensor(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    q, k, v = tensor(batch, tokens, 3, heads, head_dim).transpose(1, 3).unbind(2)
+    o, lse = tensor(batch, tokens, heads, head_dim).transpose(1, 2), tensor(batch, heads, tokens, of=torch.float32)
+    rel = (tensor(batch, heads, tokens, tokens // grid), tensor(batch, heads, tokens, grid)) if grid else (None, None)
+    bias = None if grid else tensor(1, heads, tokens, tokens)
+    terms = ScoreTerms(bias, tensor(masks, tokens, tokens) if masks else None, *rel)
+    call = BiasedAttention(q, k, v, lse, head_dim**-0.5, terms, None)
+    with offline.recorded(offline.gpu(arch)) as launches:
+        attention_bias_forward(call, o)
+        attention_bias_backward(call, o, o, q, k, v, not grid)
+    for launch in launches:
+        kernel = launch.kernel.__name__.strip("_").removesuffix("_kernel")
+        ending = (f" rel{grid}" if grid else " bias") + (" masks" if masks else "")
+        core = dtype == torch.bfloat16 and tokens == 49
+        needs = () if dtype == torch.float32 else (matrix_instruction(arch),)
+        yield Build(kernel, f"{_NAMES[dtype]} N{tokens} D{head_dim} B{batch}{ending}", launch, core=core, needs=needs)
 
 
 def _tensors(

@@ -18,7 +18,10 @@ from .static_checks import compile_stats
 
 _SUSTAINED = 0.832  # fraction of the tensor cores' peak: 790 of 949 TFLOP/s, bf16, H100
 _STREAMED = 0.92  # sustained fraction of the DRAM bandwidth
-_ATTENTION_MATMULS = {"_attention_bwd_dq_kernel": 3, "_attention_bwd_dkdv_kernel": 4}
+_ATTENTION_MATMULS = {
+    "_attention_bwd_dq_kernel": 3, "_attention_bwd_dkdv_kernel": 4, "_attention_bias_bwd_dq_kernel": 3,
+    "_attention_bias_bwd_dkdv_kernel": 4, "_attention_bias_bwd_tile_kernel": 2,
+}  # fmt: skip
 
 
 def estimate(launch: Launch, arch: str) -> dict[str, Any]:
@@ -47,6 +50,9 @@ def estimate(launch: Launch, arch: str) -> dict[str, Any]:
     elif "n_kv" in args:
         matmuls = _ATTENTION_MATMULS.get(launch.kernel.__name__, 2)
         flop = 2.0 * matmuls * args["lse_ptr"].numel() * args["n_kv"] * c["D"]
+    elif "terms" in args:  # attention with a bias; the tile kernel of whole windows also computes dq, dk and dv
+        matmuls = _ATTENTION_MATMULS.get(launch.kernel.__name__, 2) + 3 * bool(c.get("WHOLE"))
+        flop = 2.0 * matmuls * args["lse_ptr"].numel() * args["sizes"][3] * c["D"]
     peak = 2 * PRODUCTS[arch] * gpu.sm_count * gpu.clock * 1e3 * 2 / itemsize  # FLOP per microsecond
     times = {"tensor cores": flop / peak / _SUSTAINED, "DRAM": moved / gpu.dram / 1e3 / _STREAMED}
     return {
