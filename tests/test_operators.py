@@ -74,6 +74,17 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "attention, masked": lambda: ops.attention(*_leaf(3, 2, 2, 5, 16), key_mask=KEEP, backend="triton"),
     "attention, sequences apart": lambda: ops.attention_varlen(*_leaf(3, 14, 2, 16), BOUNDS, 7, backend="triton"),
     "attention, sequences": lambda: ops.attention_varlen_qkvpacked(_leaf(14, 3, 2, 16), BOUNDS, 7, backend="triton"),
+    "attention, biased": lambda: ops.attention(
+        *_leaf(3, 2, 2, 6, 16),
+        bias=_leaf(1, 6, 6),
+        rel=(_leaf(2, 2, 6, 2), _leaf(2, 2, 6, 3)),
+        scale=_leaf(2).exp(),
+        backend="triton",
+    ),
+    "attention, biased, packed": lambda: ops.attention_qkvpacked(
+        _leaf(3, 17, 3, 2, 16), bias=_leaf(3, 2, 17, 17), window_mask=_leaf(3, 17, 17).detach(), backend="triton"
+    ),
+    "block, windows": lambda: _block(BF16, terms=True, tokens=(2, 24)),
     "mlp, autocast": lambda: _block(half=2, autocast=True),
     "mlp, autocast, a branch": lambda: _block(half=2, autocast=True, residual=False, bare=True),
     "mlp, bf16": lambda: _block(BF16, half=2),

@@ -52,6 +52,11 @@ class BiasedAttention(NamedTuple):
         """Columns of a tile, including padding."""
         return sum(split_head_dim(self.q.shape[3]))
 
+    @property
+    def largest(self) -> int:
+        """The most rows or columns of a tile of scores; a row of the grid of rel may be longer."""
+        return 64 if self.q.dtype.itemsize == 2 else 32
+
     def area(self, whole: bool) -> int:
         """Returns the most elements of a tile of scores that does not spill; `whole`: in the one-tile forward."""
         if self.q.dtype.itemsize > 2:
@@ -62,7 +67,7 @@ class BiasedAttention(NamedTuple):
     def one_tile(self, area: int) -> bool:
         """True if one tile of scores covers a window."""
         n_q, n_kv = map(_power_of_two, self.sizes[2:])
-        return n_q * n_kv <= area and max(n_q, n_kv) <= 64 and self.terms.rel_h is None
+        return n_q * n_kv <= area and max(n_q, n_kv) <= self.largest and self.terms.rel_h is None
 
 
 def _power_of_two(length: int) -> int:
@@ -78,11 +83,12 @@ def _launch(
     A program has a tile of queries if `per_rows`, a tile of keys if `per_keys`, and several windows if `shares`.
     """
     q, terms, (n_batch, heads, n_q, n_kv) = call.q, call.terms, call.sizes
-    step = block_n = min(_power_of_two(n_kv), 64, area // min(64, _power_of_two(n_q)))
+    most_rows = min(call.largest, _power_of_two(n_q))
+    step = block_n = min(_power_of_two(n_kv), call.largest, area // most_rows)
     if terms.rel_w is not None:
         step = terms.rel_w.shape[3]
         block_n = _power_of_two(step)
-    block_m = min(_power_of_two(n_q), 64, area // block_n)
+    block_m = min(most_rows, area // block_n)
     n_steps, masks = ceil_div(n_kv, step), 1 if terms.window_mask is None else terms.window_mask.shape[0]
     programs = heads * (ceil_div(n_q, block_m) if per_rows else 1) * (n_steps if per_keys else 1)
     group, chunks, per_mask = 1, n_batch, ceil_div(n_batch, masks)
@@ -101,7 +107,7 @@ def _launch(
         "D": q.shape[3], "LO": lo, "HI": hi, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": 2,
         "WIDE": any(value.shape[2] * abs(value.stride(2)) >= 2**31 for value, *_ in sources.values()),
     }  # fmt: skip
-    warps = min(warps, max(1, block_m * block_n // 512))
+    warps = min(warps, max(1, block_m * block_n // (512 if q.dtype.itemsize == 2 else 256)))
     return Launch(kernel, (programs * chunks,), args, constants, num_warps=warps, device=q.device), chunks
 
 

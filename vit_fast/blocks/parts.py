@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.descriptions import BlockTensors, Norm, QkNorm, ScoreTerms
+from ..ops.registration import constant_to_compiler
 from .plain import Watch, forward_is_replaced, is_hooked
 
 Slot = tuple[Any, str]  # a module and the name of one of its attributes
@@ -101,16 +102,19 @@ class Windows:
 
     def groups(self, device: torch.device) -> Tensor:
         """Returns the groups of `ScoreTerms`, int32 [W, n]: windows and their tokens, both row by row."""
-        return _groups(self, device)
+        return _groups(self.size, self.window, self.shift, self.dilated, device)
 
 
+@constant_to_compiler
 @functools.lru_cache(256)
-def _groups(windows: Windows, device: torch.device) -> Tensor:
-    (H, W), (h, w), shift = windows.size, windows.window, windows.shift
+def _groups(
+    size: tuple[int, int], window: tuple[int, int], shift: tuple[int, int], dilated: bool, device: torch.device
+) -> Tensor:
+    (H, W), (h, w) = size, window
     with torch.inference_mode(False):  # the tensor is cached, also for calls with gradients
         tokens = torch.arange(H * W, dtype=torch.int32, device=device).view(H, W).roll((-shift[0], -shift[1]), (0, 1))
-        cut = tokens.view(h, H // h, w, W // w) if windows.dilated else tokens.view(H // h, h, W // w, w)
-        order = (1, 3, 0, 2) if windows.dilated else (0, 2, 1, 3)
+        cut = tokens.view(h, H // h, w, W // w) if dilated else tokens.view(H // h, h, W // w, w)
+        order = (1, 3, 0, 2) if dilated else (0, 2, 1, 3)
         return cut.permute(order).reshape(-1, h * w)
 
 
