@@ -30,7 +30,7 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure.candidate import Candidate, Reference, judge
 from vit_fast.variants import get_variant
 
-PARTS = ("attention:20x2x16", "mlp:14x32x64", "block:vit_test")
+PARTS = ("attention:20x2x16", "attention:20x2x16:bias", "mlp:14x32x64", "block:vit_test")
 HALF = ("fp32", "bf16", "fp16")
 
 

@@ -51,7 +51,7 @@ def test_floor_is_the_longer_of_computing_and_moving():
     assert Work(10**9, 10**6).floor_ms(4, 1.0, 100.0) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("word", ["attention:7x2x16", "mlp:7x32x48"])
+@pytest.mark.parametrize("word", ["attention:7x2x16", "attention:7x2x16:bias", "mlp:7x32x48"])
 def test_operators_have_the_flop_that_torch_counts(word: str) -> None:
     operator = resolve(word)(None)[0].operator
     model = operators.build("sdpa", operator, operator.weights(), torch.device("cpu"))
