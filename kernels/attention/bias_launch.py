@@ -62,7 +62,7 @@ class BiasedAttention(NamedTuple):
         if self.q.dtype.itemsize > 2:
             return 32 * 32
         ampere = generation(gpu_of(self.q.device).arch) == "ampere"
-        return 64 * 32 if self.width > 80 or (ampere and not whole) else 64 * 64
+        return 64 * 32 if self.width > 64 or (ampere and not whole) else 64 * 64
 
     def one_tile(self, area: int) -> bool:
         """True if one tile of scores covers a window."""
@@ -84,7 +84,7 @@ def _launch(
     """
     q, terms, (n_batch, heads, n_q, n_kv) = call.q, call.terms, call.sizes
     most_rows = min(call.largest, _power_of_two(n_q))
-    step = block_n = min(_power_of_two(n_kv), call.largest, area // most_rows)
+    step = block_n = min(_power_of_two(n_kv), call.largest, area // (most_rows if per_rows else MIN_BLOCK))
     if terms.rel_w is not None:
         step = terms.rel_w.shape[3]
         block_n = _power_of_two(step)
