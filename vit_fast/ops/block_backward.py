@@ -225,7 +225,7 @@ def block_flop(x: Sequence[int], tensors: Sequence[Any], s: BlockSettings) -> tu
         inner = int(t.qkv_weight[0]) // 3
         matmuls += 2 * tokens * width * 4 * inner
         attention = 4 * tokens * inner * (int(x[-2]) if qk.cu_seqlens is None else s.max_seqlen)
-        attention //= 1 if qk.groups is None else int(qk.groups[0])  # type: ignore[call-overload]  # a shape
+        attention //= 1 if qk.groups is None else int(qk.groups[0])
     if t.fc2_weight is not None:
         hidden = int(t.fc2_weight[1])  # not fc1_weight[0]: a folded fc1 also contains the rows of the gate
         gated = t.gate_weight is not None or int(t.fc1_weight[0]) != hidden
