@@ -179,10 +179,7 @@ def with_mask(cls: type[Caller]) -> Caller:
 
 
 NEVER = {
-    "Weights": (
-        Weights,
-        "Weights.forward calls it with need_weights=True (the default), for which torch",
-    ),
+    "Weights": (Weights, "Weights.forward calls it with need_weights=True (the default), for which torch"),
     "LiteralWeights": (LiteralWeights, "with need_weights=True"),
     "Causal": (Causal, "with attn_mask"),
     "CausalByTransformer": (CausalByTransformer, "CausalByTransformer.attend calls it with attn_mask, is_causal"),

@@ -187,11 +187,7 @@ def evaluate(
     confusion: Annotated[Path | None, option("Draw the confusion matrix to this .png, .svg or .pdf file.")] = None,
     device: Device = "auto",
     as_json: Annotated[
-        bool,
-        option(
-            "Print JSON with complete lists. Without --json, each list ends after 20 rows.",
-            "--json",
-        ),
+        bool, option("Print JSON with complete lists. Without --json, each list ends after 20 rows.", "--json")
     ] = False,
 ) -> None:
     """Measure top-1, top-5 and per-class accuracy of a model on labeled images, or compare it with a second model."""

@@ -55,7 +55,7 @@ class ImageModel:
     @property
     def inputs(self) -> dict[str, Tensor]:
         """Examples of the inputs [2, ...] by name; axis 0 of each is the batch."""
-        return {"images": torch.randn(2, self.in_chans, *self.image_hw)}
+        return {"images": torch.randn(2, self.in_chans, *self.image_hw, device="cpu")}
 
     def batched(self) -> list[bool]:
         """Returns True for each input whose axis 0 is the batch."""
