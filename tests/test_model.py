@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from spellings import Net, Packed
 from torch import nn
 
 import vit_fast
@@ -120,6 +121,7 @@ def test_another_default_device(tmp_path):
     expected = model(x).detach()
     vit_fast.save(model, tmp_path / "m.safetensors")
     activations, inputs = record_activations(model, x), load_images([sample_image()], model)
+    unknown = Net(Packed).eval()
     flow, far = activations.rollout(), activations.distances((8, 8))
     with torch.device("meta"):
         assert make().head.weight.is_meta
@@ -133,6 +135,7 @@ def test_another_default_device(tmp_path):
         activations = record_activations(model, x)
         assert torch.equal(activations.rollout(), flow) and torch.equal(activations.distances((8, 8)), far)
         assert torch.equal(load_images([sample_image()], model), inputs)
+        vit_fast.fuse(unknown, "sdpa", example=x).require_all()
         row = next(iter(rows(model, [sample_image()], "abcdefghij")))
         assert math.isfinite(row["probability"])
 

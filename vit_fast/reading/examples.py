@@ -27,5 +27,5 @@ def example_of(model: nn.Module) -> Tensor | None:
     if not known or conv is None or weight is None or weight.is_meta or not conv.weight.is_floating_point():
         return None
     generator = torch.Generator().manual_seed(0)
-    image = torch.randn(1, conv.in_channels, *sizes, generator=generator)
+    image = torch.randn(1, conv.in_channels, *sizes, generator=generator, device="cpu")
     return image.to(weight.device, conv.weight.dtype)

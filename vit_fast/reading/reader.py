@@ -169,7 +169,8 @@ def read_model(model: nn.Module, example: Any, is_known: Callable[[nn.Module], b
             and (record.x is not None or found.cores[module])
             and _is_candidate(module, found, records)
         ):
-            result = _read_once(module, record, known)
+            with torch.device("cpu"):  # of the copies; a user may have set another default device
+                result = _read_once(module, record, known)
             if isinstance(result, Recipe):
                 found.recipes[module] = result
                 return
