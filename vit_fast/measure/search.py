@@ -8,8 +8,8 @@
    slower half, clearly slower candidates are dropped. The fastest candidate is timed twice per round. The difference
    between its two timings is the resolution.
 
-A candidate replaces the original only if it is faster by more than the resolution. Among equally fast candidates, the
-candidate with the fewest changes is chosen.
+A candidate replaces the original only if the interval of its speedup exceeds the ratio between the leader's two timings.
+Among equally fast candidates, the candidate with the fewest changes is chosen.
 
 Source of the halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization".
 """
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .clock import control, format_number, percentile, ratio_interval
+from .clock import control, format_number, percentile, ratio, ratio_interval
 
 Objective = Literal["throughput", "latency"]
 # The quantile of the durations that each objective compares.
@@ -37,8 +37,9 @@ MOST_VARIED = 8
 HOPELESS, FAR_BEHIND, BEHIND = 3.0, 1.5, 1.05
 # Maximum duration of a preparation, relative to the estimate and to the budget; the larger one counts.
 LATE, LONG = 4, 0.25
-# Rounds of halving that scouting leaves time for, and their maximum share of the budget. With 5 rounds, the resolution
-# was 15 % on two Zen 3 cores (2026-11), so that the original was chosen although a candidate was 1.11x faster.
+# Rounds of halving that scouting leaves time for, and their maximum share of the budget. Slow candidates are dropped
+# before halving if the rounds would not fit. With 5 rounds, the resolution was 15 % on two Zen 3 cores (2026-11), so
+# that the original was chosen although a candidate was 1.11x faster.
 RESERVED_ROUNDS, RESERVE = 12, 0.3
 LONG_MS = 250.0  # calls of at least this duration are timed only by their preparation before halving
 
@@ -170,7 +171,7 @@ class _Search:
 
     def halve(self) -> None:
         rounds = FIRST_ROUNDS
-        while (losing := self._losing()) and FIRST_ROUNDS * self._round_s() > self.left_s():
+        while (losing := self._losing()) and RESERVED_ROUNDS * self._round_s() > self.left_s():
             factor = min(losing[-1].samples_ms) / self._fastest_ms()
             self._drop(losing[-1], f"{factor:.2f}x slower than the fastest; no time for more calls")
         self.bench.tell(f"timing {len(self.running)} candidates, interleaved")
@@ -211,7 +212,7 @@ class _Search:
         close = (trial for trial in self.running if self._cost(trial) <= BEHIND * self._cost(best))
         equals = [trial for trial in close if trial is best or self._lead(best, trial) <= needed]
         simplest = sorted(equals, key=lambda trial: (trial.candidate.changes, self._cost(trial)))
-        gaining = (t for t in simplest if t is self.original or self._gains(t, needed))
+        gaining = (t for t in simplest if t is self.original or self._lead(t, self.original) > self._bias())
         chosen = next(gaining, self.original)
         for trial in self.trials:
             if trial is not chosen and trial in self.running and trial.samples_ms:
@@ -224,9 +225,6 @@ class _Search:
         finish_s = self.bench.elapsed_s() + self.lacking_s if self.lacking_s else None
         tried = len(self.trials) - self.untried
         return Found(chosen.candidate, tuple(self.trials), resolution, interrupted, tried, finish_s)
-
-    def _gains(self, trial: Trial, needed: float) -> bool:
-        return self._lead(trial, self.original) > 1 and self._cost(self.original) > needed * self._cost(trial)
 
     def _cost(self, trial: Trial) -> float:
         return percentile(trial.samples_ms, self.share)
@@ -248,6 +246,13 @@ class _Search:
         if len(self.again) < FIRST_ROUNDS:
             return None
         return float(control(*paired(self.leader.samples_ms, self.again), share=self.share)["resolution"])
+
+    def _bias(self) -> float:
+        """Returns the ratio of the leader's two timings, at least 1, without the noise that `_lead` contains, too."""
+        found = 1.0
+        if len(self.again) >= FIRST_ROUNDS:
+            found = ratio(*paired(self.leader.samples_ms, self.again), paired=True, share=self.share)
+        return max(found, 1 / found)
 
     def _lead(self, one: Trial, other: Trial) -> float:
         """Returns the lower end of the interval of the speedup of `one` over `other`."""
