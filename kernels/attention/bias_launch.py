@@ -107,7 +107,9 @@ def _launch(
         "D": q.shape[3], "LO": lo, "HI": hi, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": 2,
         "WIDE": any(value.shape[2] * abs(value.stride(2)) >= 2**31 for value, *_ in sources.values()),
     }  # fmt: skip
-    warps = min(warps, max(1, block_m * block_n // (512 if q.dtype.itemsize == 2 else 256)))
+    # a warp per 16 rows, e.g. wgmma needs four warps for 64 rows; tf32 spills with 512 scores per warp
+    scores = 512 if q.dtype.itemsize == 2 else 256
+    warps = min(warps, max(max(block_m, block_n) // 16, block_m * block_n // scores))
     return Launch(kernel, (programs * chunks,), args, constants, num_warps=warps, device=q.device), chunks
 
 
