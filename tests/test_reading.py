@@ -334,3 +334,30 @@ def test_a_model_that_states_its_size_needs_no_example() -> None:
         report.require_all()
     model.img_size = 20  # type: ignore[assignment]
     assert len(vit_fast.fuse(model).require_all().fused) == 2
+
+
+@pytest.mark.parametrize("name", ["beit_base_patch16_224", "swin_tiny_patch4_window7_224"])
+def test_biases_and_windows_of_timm(name: str) -> None:
+    """A bias table with an index, windows, and the mask of shifted windows; the number of tokens is fixed."""
+    import timm
+
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 24, "depths": (2,), "num_heads": (2,)} if "swin" in name else {"depth": 2, "embed_dim": 32}
+    heads = {} if "swin" in name else {"num_heads": 2}
+    original = timm.create_model(name, img_size=56 if "swin" in name else 32, num_classes=3, **sizes, **heads).eval()
+    for parameter in original.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    model = copy.deepcopy(original)
+    assert len(vit_fast.fuse(model, "eager").require_all().fused) == 2  # the model states its size
+    images = torch.randn(3, 3, *original.patch_embed.img_size)
+    expected = original(images)
+    assert runs_fused(model, lambda: model(images))
+    torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
+    for net in (model, original):
+        net(images).square().sum().backward()
+    for (own, a), b in zip(model.named_parameters(), original.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3 * float(b.grad.abs().max()), msg=own)
+    vit_fast.fuse(model, "sdpa")
+    assert len(vit_fast.freeze(model)) == 2
+    with torch.inference_mode():
+        torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)

@@ -136,18 +136,19 @@ def run_attention(parts: AttentionParts, x: Tensor, backend: str, residual: bool
     """Runs an attention half without rotary embeddings on [B, N, C]; `parts.norm` may be None."""
     dropping, norm = parts.drops_path(), parts.norm
     residual = residual and not dropping
+    terms = None if parts.terms is None else parts.terms.now(x.device)
     if norm is not None and resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
         y = fused_block(
             x, None, block_tensors(parts, None), eps=(norm.eps, 0.0), norm=norm.kind, heads=parts.num_heads,
             attention_scale=parts.scale, qk_norm=None if parts.qk_norm is None else parts.qk_norm.now(),
-            residual=residual,
+            terms=terms, residual=residual,
         )[0]  # fmt: skip
     else:
         normed = x if norm is None else reference.normalize(x, norm.now())
         qkv = F.linear(normed, *parts.qkv.tensors()).unflatten(-1, (3, parts.num_heads, -1))
         if parts.qk_norm is not None:
             qkv = qk_norm_rope(qkv, qk_norm=parts.qk_norm.now(), backend=backend)
-        mixed = attention_among(qkv, None, scale=parts.scale, backend=backend).flatten(2)
+        mixed = attention_among(qkv, None, scale=parts.scale, terms=terms, backend=backend).flatten(2)
         weight, bias, layer_scale = parts.with_scale(parts.proj)
         y = F.linear(mixed, weight, bias)
         y = y if layer_scale is None else y * layer_scale

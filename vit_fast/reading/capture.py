@@ -72,26 +72,36 @@ def tokens_like(shape: Iterable[int]) -> Tensor:
     return x
 
 
-def depends_on_shape(forward: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> bool:
-    """Returns True if the Python code of a forward branches on batch size or number of tokens."""
+def free_dimensions(forward: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> set[int]:
+    """Returns the dimensions on whose size the Python code of a forward does not branch."""
+    every = set(range(len(shape) - 1))
+    for tried in (every, {0}, {1}):  # some operators support symbolic sizes of the batch only
+        try:
+            return tried - _guarded(forward, shape, tried)
+        except Exception:  # e.g. an operator without support for symbolic sizes
+            continue
+    return set()
+
+
+def _guarded(forward: Callable[[Tensor], Tensor], shape: tuple[int, ...], symbolic: set[int]) -> set[int]:
     # one symbol per size: any branch on a size is recorded as a guard
     shapes = ShapeEnv(duck_shape=False)
-    sizes = [DimDynamic.DYNAMIC] * (len(shape) - 1) + [DimDynamic.STATIC]
+    kinds = [DimDynamic.DYNAMIC if i in symbolic else DimDynamic.STATIC for i in range(len(shape))]
     fake = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
     x = fake.from_tensor(
         torch.empty([max(size, 2) for size in shape], dtype=torch.float64),
-        symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes),
+        symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds),
     )
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
     try:
         with fake, _Decomposed(), torch.no_grad():
             forward(x)
-    except Exception:  # e.g. an operator without support for symbolic sizes
-        return True
     finally:
         log.disabled = was_disabled
-    return bool(shapes.guards)
+    symbols: set[Any] = set().union(*(guard.expr.free_symbols for guard in shapes.guards))
+    sizes: list[Any] = list(x.shape)
+    return {i for i in symbolic if sizes[i].node.expr in symbols}
 
 
 class _Decomposed(TorchFunctionMode):

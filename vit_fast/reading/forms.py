@@ -26,8 +26,7 @@ class Recipe:
     residual: bool
     layout: str
     call: Call
-    dimensions: int  # of the tokens
-    shape: tuple[int, ...] | None  # of the tokens, if the forward may depend on it
+    shape: tuple[int | None, ...]  # of the tokens; None for sizes that the forward does not depend on
     dtypes: tuple[torch.dtype, ...]
     trains: bool  # True if training mode computes the same as evaluation mode, apart from dropout
 
@@ -107,10 +106,11 @@ class ReadModule(FusedNormMlp):
 
     def _is_captured(self, x: Any) -> bool:
         recipe = self.vit_fast_recipe
-        if not isinstance(x, Tensor) or x.dim() != recipe.dimensions or x.dtype not in recipe.dtypes:
+        if not isinstance(x, Tensor) or x.dim() != len(recipe.shape) or x.dtype not in recipe.dtypes:
             return False
-        if recipe.shape is not None and tuple(x.shape) != recipe.shape:
-            return False
+        for size, wanted in zip(x.shape, recipe.shape):
+            if wanted is not None and size != wanted:
+                return False
         return recipe.trains or not any(part.training for part in self.modules())
 
     def _drops(self, parts: BlockParts) -> bool:

@@ -15,11 +15,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..blocks.parts import AttentionParts, LinearParts, MlpParts, QkNormParts, block_tensors, tensor_at
+from ..blocks.parts import AttentionParts, LinearParts, MlpParts, QkNormParts, TermParts, block_tensors, tensor_at
 from ..ops import reference
+from ..ops.attention import attention_among
 from ..ops.descriptions import QkNorm
 from .capture import Graph, UnreadableError, operator_of
 from .elements import TOLERANCE, Linear, Vectors, cores_of, is_equal, linears_of, same_tokens
+from .terms import terms_of
 
 NORM_ENDS = {"layer_norm", "rms_norm", "mul", "add", "div"}  # operators that may be the last one of a norm
 LAYOUTS = {3: ("[B, N, C]", "[N, B, C]"), 4: ("[B, H, W, C]",)}  # of a module's input, by its number of dimensions
@@ -140,27 +142,29 @@ class Matcher(Vectors):
             problem = f"its scores are changed before the softmax ({changes}), e.g. by a bias or mask"
         else:
             problem = "its attention is not softmax(scale * q k^T) v of all tokens of an image"
-        heads = self._heads(x)
+        heads, keys = self._heads(x)
         target = self.values[proj.x]
         if target.shape[-1] % heads:
             raise UnreadableError("its heads do not divide its width")
         orders = list(_packed(sources, heads))
-        for normalizes, qkv in itertools.product((False, True), orders):
+        given = self.values[graph.input]
+        terms = list(terms_of(graph, cores[0], given if given.dim() == 4 else x, heads, keys))
+        for normalizes, qkv, term in itertools.product((False, True), orders, terms):
             if sum(tensor_at(slot).shape[0] for slot in qkv.weights) != 3 * target.shape[-1]:
                 raise UnreadableError("its q, k and v have different widths, as with grouped keys")
             weight, bias = qkv.tensors()
             projected = F.linear(normed, weight, bias).unflatten(-1, (3, heads, -1))
             for qk_norm in self._qk_norms(projected) if normalizes else (None,):
                 parts = None if qk_norm is None else qk_norm.now()
-                scale = self._scale(reference.qk_norm_rope(projected, parts, None))
-                mixed = mix(projected, parts, scale)
+                scale = self._scale(reference.qk_norm_rope(projected, parts, None), term is not None)
+                mixed = mix(projected, parts, scale, term)
                 if not same_tokens(mixed, target):
                     continue
                 width = projected.shape[-1]
                 attention = AttentionParts(
                     norm=norm, layer_scale=None, drop_path=None, dropouts=(), module=self.root, qkv=qkv,  # type: ignore[arg-type]
                     num_heads=heads, scale=None if abs(scale * width**0.5 - 1) < TOLERANCE else scale,
-                    proj=_owner(proj, "its output projection"), qk_norm=qk_norm,
+                    proj=_owner(proj, "its output projection"), qk_norm=qk_norm, terms=term,
                 )  # fmt: skip
                 return attention, F.linear(mixed, attention.proj.weight, attention.proj.bias), proj
         raise UnreadableError(problem)
@@ -174,16 +178,18 @@ class Matcher(Vectors):
             raise UnreadableError(f"its {part} is not one linear layer of the tokens")
         return found[0]
 
-    def _heads(self, x: Tensor) -> int:
+    def _heads(self, x: Tensor) -> tuple[int, int]:
+        """Returns the number of heads, and of tokens that a query attends to."""
         core, tokens = self.cores[0], x.shape[0] * x.shape[1]
-        q = self.values[core.q]
         if core.scores is None:
-            heads, rest = divmod(q.numel(), tokens * q.shape[-1])
+            keys = self.values[core.k].shape[-2]
+            heads, rest = divmod(self.values[core.q].numel(), tokens * self.values[core.q].shape[-1])
         else:
-            heads, rest = divmod(self.values[core.scores].numel(), tokens * x.shape[1])
-        if rest or not heads:
-            raise UnreadableError("its attention is not among all tokens of an image, e.g. within windows")
-        return heads * len(self.cores)
+            keys = self.values[core.scores].shape[-1]
+            heads, rest = divmod(self.values[core.scores].numel(), tokens * keys)
+        if rest or not heads or x.shape[1] % keys:
+            raise UnreadableError("its attention is not among all tokens of an image or window")
+        return heads * len(self.cores), keys
 
     def _qk_norms(self, qkv: Tensor) -> Iterator[QkNormParts]:
         core = self.cores[0]
@@ -201,10 +207,12 @@ class Matcher(Vectors):
             if q is not None and k is not None and (q.kind, q.eps) == (k.kind, k.eps):
                 yield QkNormParts(q, k, over)
 
-    def _scale(self, qkv: Tensor) -> float:
+    def _scale(self, qkv: Tensor, has_terms: bool) -> float:
         """Returns the multiplier of q k^T. Frobenius norms do not depend on the layout."""
         core = self.cores[0]
         q, k, _ = qkv.transpose(1, 3).unbind(2)
+        if core.scores is not None and has_terms:  # the scores also contain the terms
+            return float(q.shape[-1] ** -0.5)
         if core.scores is None:
             ratio = self.values[core.q].norm() * self.values[core.k].norm() / (q.norm() * k.norm())
         else:
@@ -291,7 +299,8 @@ def branch_of(mlp: MlpParts, x: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def mix(qkv: Tensor, qk_norm: QkNorm | None, scale: float | None) -> Tensor:
+def mix(qkv: Tensor, qk_norm: QkNorm | None, scale: float, terms: TermParts | None) -> Tensor:
     """Computes attention from qkv [B, N, 3, H, D] by the reference, -> [B, N, H * D]."""
-    q, k, v = reference.qk_norm_rope(qkv, qk_norm, None).transpose(1, 3).unbind(2)
-    return reference.attention(q, k, v, scale=scale).transpose(1, 2).flatten(2)
+    qkv = reference.qk_norm_rope(qkv, qk_norm, None)
+    now = None if terms is None else terms.now(qkv.device)
+    return attention_among(qkv, None, scale=scale, terms=now, backend="eager").flatten(2)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..blocks.parts import detached
 from ..blocks.plain import touch_reasons
 from .calls import Call, state_of, structure_of
-from .capture import Graph, UnreadableError, capture, depends_on_shape, random_copy, tokens_like
+from .capture import Graph, UnreadableError, capture, free_dimensions, random_copy, tokens_like
 from .forms import Recipe
 from .matcher import Reading, read_graph
 from .proof import is_same_in_training, prove, proved_dtypes, run_reading, with_drop_paths
@@ -53,16 +53,23 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None) -> Recipe:
             return graph, read_graph(graph, copied)
 
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        probe = _small(x)
+        probe, shape = _small(x), tuple(x.shape)
         try:
             graph, reading = captured(probe)
-            fixed = graph.makes_constants() or depends_on_shape(forward, tuple(x.shape))
+            fixed = graph.makes_constants()
         except UnreadableError:
-            fixed = True
-        if fixed:  # the reading is valid for this shape only
-            probe = tuple(x.shape)
-            _, reading = captured(probe)
-        return _proved(copied, call, reading, probe, fixed)
+            _, reading = captured(shape)
+            probe, fixed = shape, True
+        free = free_dimensions(forward, shape)
+        if (
+            fixed or len(free) < len(shape) - 1
+        ) and probe != shape:  # the reading is valid for this number of tokens only
+            _, reading = captured(shape)
+            probe = shape
+        batch = 1 if reading.layout == "[N, B, C]" else 0
+        free = free & {batch} if fixed else free
+        allowed = tuple(None if i in free else size for i, size in enumerate(shape))
+        return _proved(copied, call, reading, probe, allowed)
 
 
 def _small(x: Tensor) -> tuple[int, ...]:
@@ -70,16 +77,19 @@ def _small(x: Tensor) -> tuple[int, ...]:
     return (SMALL[0], *(SMALL[1:] * (x.dim() - 2)), x.shape[-1])
 
 
-def _proved(copied: nn.Module, call: Call, reading: Reading, probe: tuple[int, ...], fixed: bool) -> Recipe:
+def _proved(
+    copied: nn.Module, call: Call, reading: Reading, probe: tuple[int, ...], allowed: tuple[int | None, ...]
+) -> Recipe:
     prove(copied, call, reading, probe)
-    x = tokens_like(probe)
-    reading = with_drop_paths(copied, call, reading, x)
-    trains = is_same_in_training(copied, call, reading, x)
+    if any(allowed[:-1]):  # the others may have another size
+        prove(copied, call, reading, tuple(size + (fixed is None) for size, fixed in zip(probe, allowed)))
+    tokens = tokens_like(probe)
+    reading = with_drop_paths(copied, call, reading, tokens)
+    trains = is_same_in_training(copied, call, reading, tokens)
     attention, mlp = detached(copied, reading.attention), detached(copied, reading.mlp)
     with torch.no_grad():
         dtypes = proved_dtypes(copied, call, reading, probe)
-    shape = probe if fixed else None
-    return Recipe(attention, mlp, reading.residual, reading.layout, call, x.dim(), shape, dtypes, trains)
+    return Recipe(attention, mlp, reading.residual, reading.layout, call, allowed, dtypes, trains)
 
 
 @dataclass
@@ -249,8 +259,8 @@ def _read_once(
 def _rebound(module: nn.Module, recipe: Recipe, x: Tensor) -> Recipe:
     """Proves a recipe for a module with equal structure, but other attributes."""
     copied = random_copy(module)
-    probe = recipe.shape or _small(x)
-    return _proved(copied, recipe.call, recipe.reading(copied), probe, recipe.shape is not None)
+    is_free = not any(recipe.shape[:-1])
+    return _proved(copied, recipe.call, recipe.reading(copied), _small(x) if is_free else tuple(x.shape), recipe.shape)
 
 
 def _check_example(module: nn.Module, recipe: Recipe, record: Record) -> None:
