@@ -16,7 +16,8 @@ from vit_fast.accuracy import judge
 from vit_fast.kernels.device import Gpu
 from vit_fast.kernels.inspect import offline
 from vit_fast.kernels.layer_norm import new_statistics
-from vit_fast.kernels.linear.split_k import BranchOutput, finish_residual_launch
+from vit_fast.kernels.linear.split_k import finish_residual_launch
+from vit_fast.kernels.matmul.forward_epilogues import BranchOutput
 from vit_fast.kernels.ptx import to_e4m3
 from vit_fast.ops import reference
 from vit_fast.ops.backends import fp8_reasons

@@ -22,7 +22,7 @@ from vit_fast.kernels.inspect import offline
 from vit_fast.kernels.linear import linear, weight_matmuls
 from vit_fast.kernels.linear.scaled_weights import in_dtype, scaled_weights
 from vit_fast.kernels.linear.weight_matmuls import weight_matmuls_launch
-from vit_fast.kernels.matmul.forward_epilogues import partial_epilogue, residual_epilogue
+from vit_fast.kernels.matmul.forward_epilogues import BranchOutput, partial_epilogue, residual_epilogue
 from vit_fast.kernels.matmul.gradient_epilogues import layer_norm_grad_epilogue
 from vit_fast.kernels.matmul.matmul_launch import Matmul, MatmulConfig, fits_tma, matmul_launch
 from vit_fast.kernels.matmul.matmul_policy import matmul_config
@@ -82,7 +82,7 @@ def test_residual_with_and_without_split_k(
 ) -> None:
     """With an fp32 stream, the branch is not rounded to the dtype of the operands: it is as accurate as in fp32."""
     tensors = _branch(70, C, dtype, stream or dtype)
-    epilogue = residual_epilogue(tensors[4], tensors[4]) if splits == 1 else partial_epilogue(tensors[4])
+    epilogue = residual_epilogue(BranchOutput(tensors[4], tensors[4])) if splits == 1 else partial_epilogue(tensors[4])
     config = matmul_config(Matmul(tensors[0], tensors[1], epilogue, b_is_nk=True))
     monkeypatch.setattr(linear, "residual_config", lambda matmul: (config, splits))
     out, statistics = linear.linear_residual(*tensors, statistics=stream is None)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..launch import Launch, ceil_div
 from ..layer_norm import chunk, load_chunk, load_columns, normalize_launch
-from ..matmul.forward_epilogues import FoldedNorm, residual_epilogue
+from ..matmul.forward_epilogues import BranchOutput, FoldedNorm, residual_epilogue
 from ..matmul.matmul_launch import Matmul
 from .folding import FoldedLinear
 from .gradients import column_sum_programs, column_sum_tiles, new_column_sums, store_column_sums
@@ -62,8 +62,8 @@ def hidden_linear_residual(
     norm = FoldedNorm()
     if part is not None:
         norm = FoldedNorm(part, statistics if training else None, folded.weight_sum, eps)
-    epilogue = residual_epilogue(out, residual, out_part, bias=folded.shift, scale=scale, norm=norm, branch=branch)
-    run_matmul(Matmul(source, folded.weight, epilogue, b_is_nk=True))
+    output = BranchOutput(out, residual, out_part, bias=folded.shift, scale=scale)
+    run_matmul(Matmul(source, folded.weight, residual_epilogue(output, norm, branch), b_is_nk=True))
     return out, branch, statistics
 
 

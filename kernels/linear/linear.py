@@ -17,13 +17,13 @@ from ..device import gpu_of, starts_early
 from ..launch import ceil_div
 from ..layer_norm import NormInput, layer_norm_statistics_launch, new_statistics
 from ..matmul import forward_epilogues as forward
-from ..matmul.forward_epilogues import FoldedNorm, HeadStep
+from ..matmul.forward_epilogues import BranchOutput, FoldedNorm, HeadStep
 from ..matmul.gradient_epilogues import activation_grad_epilogue, layer_norm_grad_epilogue
 from ..matmul.matmul_launch import Matmul, matmul_launch
 from ..matmul.matmul_policy import matmul_config, residual_config, rows_in_whole_waves
 from .folding import FoldedLinear
 from .scaled_weights import ScaledWeight
-from .split_k import BranchOutput, finish_residual_launch
+from .split_k import finish_residual_launch
 
 
 def run_matmul(matmul: Matmul) -> None:
@@ -83,12 +83,12 @@ def linear_residual(
     row_part = new_statistics(M, C, h.device) if statistics else None
     out = torch.empty(M, C, dtype=dtype, device=h.device)
     whole = BranchOutput(out, residual, row_part, out8, bias, scale, out_scale)
-    matmul = Matmul(h, weight, forward.residual_epilogue(*whole), b_is_nk=True)
+    matmul = Matmul(h, weight, forward.residual_epilogue(whole), b_is_nk=True)
     first = rows_in_whole_waves(matmul)
     for rows in (slice(0, first), slice(first, M)) if first < M else (slice(0, M),):
         output = whole if first == M else whole.of_rows(rows)
         if first < M:
-            matmul = Matmul(h[rows], weight, forward.residual_epilogue(*output), b_is_nk=True)
+            matmul = Matmul(h[rows], weight, forward.residual_epilogue(output), b_is_nk=True)
         config, splits = residual_config(matmul)
         if splits == 1:
             matmul_launch(matmul, config).run()
@@ -147,5 +147,5 @@ def input_gradient(
 def matmul_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
     """Returns grad diag(LayerScale) W, the gradient of the input of qkv or proj. LayerScale may be absent."""
     out = torch.empty(grad.shape[0], scaled.weight.shape[1], dtype=grad.dtype, device=grad.device)
-    run_matmul(Matmul(grad, scaled.weight, forward.residual_epilogue(out, scale=scaled.factor)))
+    run_matmul(Matmul(grad, scaled.weight, forward.residual_epilogue(BranchOutput(out, scale=scaled.factor))))
     return out

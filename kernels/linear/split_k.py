@@ -9,14 +9,13 @@ results are deterministic. Each program of this kernel computes ROWS rows of a p
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch import Launch, ceil_div
 from ..layer_norm import load_columns, piece_statistics, store_statistics
+from ..matmul.forward_epilogues import BranchOutput
 from ..matmul.matmul_tiles import READ_AT_ONCE
 from ..ptx import divided_columns, wait_for_previous
 from ..row_parts import PIECE, row_parts
@@ -60,21 +59,6 @@ def _finish_residual_kernel(
         store_statistics(row_part_ptr, mean, squares, row, col, M, C, ROWS, PARTS)
     if out8_ptr is not None:
         tl.store(out8_ptr + offsets, divided_columns(stored, out_scale_ptr, col, C, _PIECE), mask=mask)
-
-
-class BranchOutput(NamedTuple):
-    """Output and vectors of a linear layer before a residual: the first arguments of `residual_epilogue`."""
-
-    out: Tensor
-    residual: Tensor | None = None
-    out_part: Tensor | None = None
-    out8: Tensor | None = None
-    bias: Tensor | None = None
-    scale: Tensor | None = None
-    out_scale: Tensor | None = None
-
-    def of_rows(self, rows: slice) -> BranchOutput:
-        return self._replace(**{name: t[rows] for name, t in zip(self._fields, self[:4]) if t is not None})
 
 
 def finish_residual_launch(part: Tensor, o: BranchOutput, dependent: bool = False) -> Launch:

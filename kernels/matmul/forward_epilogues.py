@@ -332,17 +332,24 @@ def add_residual(
             store_tile(out8, narrow, row, start, M, N, ROWS, COLS, TMA)
 
 
-def residual_epilogue(
-    out: Tensor,  # [M, N], fp32 or half precision
-    residual: Tensor | None = None,  # [M, N], in the dtype of out
-    out_part: Tensor | None = None,  # output: partial LayerNorm statistics of out, fp32 [M, 2, parts] (row_parts.py)
-    out8: Tensor | None = None,  # output: [M, N] e4m3
-    bias: Tensor | None = None,  # [N]; if `scale` has row scales of an e4m3 weight, divided by them
-    scale: Tensor | None = None,  # [N], LayerScale, times the row scales of an e4m3 weight
-    out_scale: Tensor | None = None,  # fp32 [N], reciprocal scales of out8 (ptx.py)
-    norm: FoldedNorm = _NO_NORM,
-    branch: Tensor | None = None,  # output: [M, N]
-) -> Epilogue:
+class BranchOutput(NamedTuple):
+    """The output of a linear layer before a residual, and its vectors."""
+
+    out: Tensor  # [M, N], fp32 or half precision
+    residual: Tensor | None = None  # [M, N], in the dtype of out
+    out_part: Tensor | None = None  # output: partial LayerNorm statistics of out, fp32 [M, 2, parts] (row_parts.py)
+    out8: Tensor | None = None  # output: [M, N] e4m3
+    bias: Tensor | None = None  # [N]; if `scale` has row scales of an e4m3 weight, divided by them
+    scale: Tensor | None = None  # [N], LayerScale, times the row scales of an e4m3 weight
+    out_scale: Tensor | None = None  # fp32 [N], reciprocal scales of out8 (ptx.py)
+
+    def of_rows(self, rows: slice) -> BranchOutput:
+        return self._replace(**{name: t[rows] for name, t in zip(self._fields, self[:4]) if t is not None})
+
+
+def residual_epilogue(output: BranchOutput, norm: FoldedNorm = _NO_NORM, branch: Tensor | None = None) -> Epilogue:
+    out, residual, out_part, out8, bias, scale, out_scale = output
+
     def early(a: Tensor, config: MatmulConfig) -> int:
         """Early loads need registers. With e4m3, only one sub-tile of the residual is loaded early."""
         return 1 if out8 is not None or a.dtype == torch.float8_e4m3fn else config.sub_tiles
