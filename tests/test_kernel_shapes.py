@@ -155,7 +155,7 @@ def test_the_fastest_correct_configuration_is_chosen(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attention_tuning, "candidates", lambda task: iter(tried))
 
     def measure(launch: Launch) -> float:
-        return 0.5 if launch.constants.get("BLOCK_N") == FAST.block_n else 1.0
+        return 0.5 if launch.constants.get("LOOP", (0, 0))[1] == FAST.block_n else 1.0
 
     def launch_wrong(config: ForwardConfig) -> Launch:
         launch = task.launch(config)
