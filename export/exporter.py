@@ -238,6 +238,8 @@ def _write_metadata(
         "inputs": None if vit.in_chans and len(vit.inputs) == 1 else list(vit.inputs),
         "versions": {"vit-fast": __version__} | {name: version for name in PACKAGES if (version := installed(name))},
     }
+    if not vit.in_chans:  # the inputs contain no images
+        facts = {name: value for name, value in facts.items() if name not in ("image_hw", "patch_hw", "input")}
     proto = onnx.load_model(path, load_external_data=False)
     del proto.metadata_props[:]
     onnx.helper.set_model_props(proto, {PREFIX + key: json.dumps(value, default=str) for key, value in facts.items()})

@@ -178,6 +178,7 @@ def open_clip_timm() -> nn.Module:
 
 
 def monai_vit() -> nn.Module:
+    pytest.importorskip("einops")
     nets = pytest.importorskip("monai.networks.nets")
     return nets.ViT(1, (32, 32, 32), (16, 16, 16), hidden_size=48, mlp_dim=64, num_layers=2, num_heads=2)
 
