@@ -100,6 +100,7 @@ def export_onnx(
         OSError: a file cannot be read or written.
     """
     check_type("model", model, nn.Module)
+    check_type("layers", layers, list, tuple)
     path = Path(path)
     if path.suffix != ".onnx":
         raise ValueError(f"path must end in .onnx, got {str(path)!r}")
@@ -210,6 +211,7 @@ def _images(
 
 
 def _names(output: Output | Sequence[Output] | None) -> tuple[Output, ...]:
+    check_type("output", output, str, list, tuple, type(None))
     names: Any = (output,) if isinstance(output, str) else tuple(output or ())
     return names
 

@@ -47,6 +47,10 @@ class ExportOptions:
             raise ValueError("layers (--layers) must be given for output 'intermediate', and only for it")
         for name in ("dynamic_batch", "dynamic_size", "preprocess"):
             check_type(name, getattr(self, name), bool)
+        for name in ("normed", "spatial"):
+            check_type(name, getattr(self.outputs, name), bool)
+        for layer in self.outputs.layers:
+            check_type("layers", layer, int)
         check_type("external_data", self.external_data, bool, type(None))
         check_integer("opset", self.opset, MIN_OPSET, newest_opset())
         least_ir = 0

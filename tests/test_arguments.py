@@ -56,7 +56,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (ops.scaled_dot_product_attention, {"query": q, "key": q, "value": q}, "query key value"),
     (ops.layer_norm_mlp, MLP, " ".join(MLP) + " activation"),
     (export.export_onnx, {"model": MODEL, "path": "m.onnx"},
-     "model path' opset? precision target output images? data_config? class_names?'"),
+     "model path' opset? precision target output? layers images? data_config? class_names?'"),
     (export.OnnxRunner, {"path": "m.onnx"}, "path device"),
     (export.inspect_onnx, {"path": "m.onnx"}, "path"),
     (figures.filters, {"model": MODEL}, "model"),
