@@ -16,7 +16,7 @@ import logging
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,8 +115,7 @@ def predict_to_parquet(
         "files": hashlib.sha256("\0".join(map(str, files)).encode(errors="surrogateescape")).hexdigest(), "part": PART,
     }  # fmt: skip
     _begin(parts, json.dumps(facts, indent=2))
-    lost: list[str] = []
-    left_when_lost = None  # the number of missing parts when the last worker was lost
+    lost: dict[int, str] = {}  # number of missing parts -> why a worker was lost
     try:
         while missing:
             try:
@@ -133,28 +132,35 @@ def predict_to_parquet(
                         del missing[name]
                         on_part(len(files) - sum(map(len, missing.values())))
             except ReaderLostError as error:
-                if len(missing) == left_when_lost:  # at the same images again
+                if len(missing) in lost:  # at the same images again
                     first = next(iter(missing.values()))
                     raise PredictionError(f"{first[0]} to {first[-1]}: {error}: re-run to resume") from None
-                left_when_lost = len(missing)
-                lost.append(str(error))
+                lost[len(missing)] = str(error)
     finally:
         if not any(name.is_file() for name in chunks):
             shutil.rmtree(parts, ignore_errors=True)  # there is nothing to resume
 
+    bad = _merge(chunks, out, schema)
+    for path in (*chunks, parts / _TASK):  # the task last, because it describes the parts
+        path.unlink()
+    shutil.rmtree(parts)
+    return Predicted(len(files), tuple(bad), resumed, tuple(lost.values()))
+
+
+def _merge(parts: Iterable[Path], out: Path, schema: Any) -> list[tuple[str, str]]:
+    """Writes all parts to one file; returns path and reason of each unreadable image."""
+    import pyarrow.parquet as pq
+
     bad: list[tuple[str, str]] = []
     with file_aside(out) as aside, aside.open("wb") as file, pq.ParquetWriter(file, schema) as writer:
-        for name in chunks:
+        for name in parts:
             try:
                 table = pq.read_table(io.BytesIO(name.read_bytes()), schema=schema)
             except (ValueError, OSError) as error:  # base classes of pyarrow's errors
                 raise PredictionError(f"{name}: damaged: {error}: remove it and re-run the command") from None
             writer.write_table(table)
             bad += [(row["path"], row["error"]) for row in table.select(["path", "error"]).to_pylist() if row["error"]]
-    for path in (*chunks, parts / _TASK):  # the task last, because it describes the parts
-        path.unlink()
-    shutil.rmtree(parts)
-    return Predicted(len(files), tuple(bad), resumed, tuple(lost))
+    return bad
 
 
 def _begin(parts: Path, task: str) -> None:

@@ -115,19 +115,9 @@ def train(
         ReaderLostError: a worker was killed; resume the run.
         ValueError: model and data have different numbers of classes, the model does not pool, or a setting is invalid.
     """
-    if (classes := model.config.num_classes) != (labels := len(data.class_names)):
-        raise ValueError(f"model and data must have the same number of classes, got {classes} and {labels}")
-    if model.config.global_pool == "":
-        raise ValueError("global_pool must not be '', which gives logits per token: use a model that pools")
     check_integer("workers", workers, 0)
     check_choice("on_bad_image", on_bad_image, ("error", "skip"))
-    if config.patience and data.held_out is None:
-        raise ValueError(f"patience must be 0 without validation images, got {config.patience}")
-    if config.batch_size % (processes.world * config.accumulation):
-        parts = f"the number of processes times accumulation, {processes.world} x {config.accumulation}"
-        raise ValueError(f"batch_size must be a multiple of {parts}, got {config.batch_size}")
-    if not resume and (there := [name for name in (CHECKPOINT, LOG, WEIGHTS) if (out / name).exists()]):
-        raise TrainingError(f"{out}: contains {', '.join(there)} of an earlier run: resume it, or use another folder")
+    _check_run(model, data, out, config, processes, resume)
     model.class_names = data.class_names
     images = PreparedImages(data.train, model, augment=config.augment, mirror=data.mirrored, seed=config.seed)
     unseen = None if data.held_out is None else PreparedImages(data.held_out, model)
@@ -178,6 +168,22 @@ def train(
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
     model.eval()
     return rows
+
+
+def _check_run(
+    model: VisionTransformer, data: TrainingData, out: Path, config: TrainConfig, processes: Processes, resume: bool
+) -> None:
+    if (classes := model.config.num_classes) != (labels := len(data.class_names)):
+        raise ValueError(f"model and data must have the same number of classes, got {classes} and {labels}")
+    if model.config.global_pool == "":
+        raise ValueError("global_pool must not be '', which gives logits per token: use a model that pools")
+    if config.patience and data.held_out is None:
+        raise ValueError(f"patience must be 0 without validation images, got {config.patience}")
+    if config.batch_size % (processes.world * config.accumulation):
+        parts = f"the number of processes times accumulation, {processes.world} x {config.accumulation}"
+        raise ValueError(f"batch_size must be a multiple of {parts}, got {config.batch_size}")
+    if not resume and (there := [name for name in (CHECKPOINT, LOG, WEIGHTS) if (out / name).exists()]):
+        raise TrainingError(f"{out}: contains {', '.join(there)} of an earlier run: resume it, or use another folder")
 
 
 def _drop_unreadable(images: PreparedImages, workers: int, processes: Processes) -> list[str]:

@@ -143,20 +143,13 @@ def optimize(
     """
     start = time.perf_counter()
     check_type("progress", progress, Callable, type(None))  # type: ignore[arg-type]  # works with isinstance
-    check_type("allow", allow, Collection, type(None))
     check_number("budget_s", budget_s, positive=True)
     if memory_limit is not None:
         check_number("memory_limit", memory_limit, positive=True)
     check_choice("latency_or_throughput", latency_or_throughput, tuple(SHARE))
     if not 0 <= min_agreement <= 1:
         raise ValueError(f"min_agreement must be between 0 and 1, got {min_agreement}")
-    if isinstance(allow, str):
-        raise TypeError(f"allow must be a collection such as ({allow!r},), got {allow!r}")
-    if lossless and allow:
-        raise ValueError(f"allow requires lossless=False, got allow={sorted(allow)} with lossless=True")
-    allowed: frozenset[Precision] = frozenset() if lossless else frozenset(PRECISIONS if allow is None else allow)
-    if unknown := allowed.difference(PRECISIONS):
-        raise ValueError(f"allow must consist of {', '.join(PRECISIONS)}, got {min(unknown)!r}")
+    allowed = _precisions(lossless, allow)
     others: Any = images
     if isinstance(others, Tensor):
         raise TypeError(f"images must be a list of batches such as [images], got a tensor {tuple(others.shape)}")
@@ -255,6 +248,18 @@ def load_optimized(
     trials = Trials(module, example, (), image_files, request["min_agreement"] or 0.0, request["memory_limit"])
     trials.prepare(result.candidate, REBUILDING_S)
     return trials.prepared[result.candidate][0]
+
+
+def _precisions(lossless: bool, allow: Collection[Precision] | None) -> frozenset[Precision]:
+    check_type("allow", allow, Collection, type(None))
+    if isinstance(allow, str):
+        raise TypeError(f"allow must be a collection such as ({allow!r},), got {allow!r}")
+    if lossless and allow:
+        raise ValueError(f"allow requires lossless=False, got allow={sorted(allow)} with lossless=True")
+    allowed = frozenset(PRECISIONS if allow is None else allow)
+    if unknown := allowed.difference(PRECISIONS):
+        raise ValueError(f"allow must consist of {', '.join(PRECISIONS)}, got {min(unknown)!r}")
+    return frozenset() if lossless else allowed
 
 
 def _snapshot(model: Any, example: Any) -> nn.Module:

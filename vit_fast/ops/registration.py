@@ -92,6 +92,35 @@ def operator(
     torch_library.register_fake(registered, fake, lib=_LIBRARY)
     _flop_formulas.append((registered.overloadpacket, lambda *args, out_val=None, **_: flop(*args)))
 
+    def dispatch(keys: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled():
+            flat = flattened(args)
+            if torch._C._any_requires_grad(*flat):
+                return differentiable.apply(keys, *flat)
+        with torch._C._AutoDispatchBelowAutograd():
+            # skip the dispatcher, which would convert all arguments again before it calls `implementation`
+            if (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in _DEVICES:
+                return implementation(*args)
+            return registered.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+    differentiable = _differentiable(dispatch, nested, what, save, backward)
+    _LIBRARY.impl(name, dispatch, "Autograd", with_keyset=True)
+
+    def call(*args: Any) -> Any:
+        if in_transform():  # forward-mode AD would silently treat tangents as 0
+            reason = "the call must be outside of torch.func transforms and forward-mode AD: use backend='eager'"
+            raise UnsupportedInputError(f"{what} with backend='triton'", [reason])
+        return registered(*args)
+
+    return call
+
+
+def _differentiable(
+    dispatch: Callable[..., Any], nested: Callable[..., Any], what: str, save: Callable[..., Any] | None,
+    backward: Callable[..., Any] | None,
+) -> Any:  # fmt: skip
+    """Returns the autograd function of an operator; for the arguments, see `operator`."""
+
     class Differentiable(torch.autograd.Function):  # without setup_context, which would take 20 us per call
         @staticmethod
         def forward(ctx: Any, keys: Any, *flat: Any) -> Any:
@@ -120,26 +149,7 @@ def operator(
             gradients = backward(grad_output, ctx.saved_tensors, ctx.rest)
             return (None, *gradients, *(None,) * (ctx.count - len(gradients)))
 
-    def dispatch(keys: Any, *args: Any) -> Any:
-        if torch.is_grad_enabled():
-            flat = flattened(args)
-            if torch._C._any_requires_grad(*flat):
-                return Differentiable.apply(keys, *flat)  # type: ignore[no-untyped-call]  # untyped in torch
-        with torch._C._AutoDispatchBelowAutograd():
-            # skip the dispatcher, which would convert all arguments again before it calls `implementation`
-            if (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in _DEVICES:
-                return implementation(*args)
-            return registered.redispatch(keys & torch._C._after_autograd_keyset, *args)
-
-    _LIBRARY.impl(name, dispatch, "Autograd", with_keyset=True)
-
-    def call(*args: Any) -> Any:
-        if in_transform():  # forward-mode AD would silently treat tangents as 0
-            reason = "the call must be outside of torch.func transforms and forward-mode AD: use backend='eager'"
-            raise UnsupportedInputError(f"{what} with backend='triton'", [reason])
-        return registered(*args)
-
-    return call
+    return Differentiable
 
 
 _flop_formulas: list[tuple[Any, Callable[..., int]]] = []  # not yet registered with torch
