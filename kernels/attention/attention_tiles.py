@@ -22,7 +22,7 @@ Related arguments are grouped. `attention_launch.py` makes the arguments of the 
 - tensor: (lo, hi, image, head, strides) of a tensor [B, H, N, D] with last stride 1. lo and hi are TMA descriptors of
   the blocks, or lo points to the tensor and hi is not used. strides: of images, heads and rows, times 16 / ALIGN, where
   ALIGN is the largest power of two, up to 16, that divides all strides.
-- LOOP: constants (rows of a program, rows of a loop step, FULL, TAIL_A, TAIL_B, MASKED, STAGES); see `over_tiles`.
+- LOOP: constants (rows of a program, rows of a loop step, FULL, TAIL_B, TAIL_C, MASKED, STAGES); see `over_tiles`.
 - sizes: (heads, N_q, N_kv). limits: (sequences, number of sequences, key_mask, its stride), or None.
 
 The launcher encodes integers with `unspecialized` (launch.py), except for strides, all of which are multiples of 16.
@@ -258,7 +258,7 @@ def dot_add(weights, tile, acc, PRECISION: tl.constexpr = _TF32):
 def over_tiles(step: tl.constexpr, full, tails, shared, state, begin, end, FIXED: tl.constexpr, FORM, LOOP):
     """Calls `step` for each tile of rows begin .. end of two streamed tensors; returns the final `state`.
 
-    For fixed inputs, the full tiles (if FULL) are followed by tiles of TAIL_A and TAIL_B rows (if > 0). Only the last
+    For fixed inputs, the full tiles (if FULL) are followed by tiles of TAIL_B and TAIL_C rows (if > 0). Only the last
     tile may need a mask (MASKED). For packed and masked inputs with TMA, the last, partial tile is loaded through
     masked pointers. TMA would also load rows past `end`. A NaN there would spread, as 0 * NaN = NaN. Without TMA, one
     loop masks all tiles of these inputs, because separate loops for full and last tiles would spill.
@@ -271,8 +271,8 @@ def over_tiles(step: tl.constexpr, full, tails, shared, state, begin, end, FIXED
     """
     STEP: tl.constexpr = LOOP[1]
     FULL: tl.constexpr = LOOP[2]
-    TAIL_A: tl.constexpr = LOOP[3]
-    TAIL_B: tl.constexpr = LOOP[4]
+    TAIL_B: tl.constexpr = LOOP[3]
+    TAIL_C: tl.constexpr = LOOP[4]
     MASKED: tl.constexpr = LOOP[5]
     STAGES: tl.constexpr = LOOP[6]
     TMA: tl.constexpr = isinstance(full[0][0], tl.tensor_descriptor)
@@ -285,10 +285,10 @@ def over_tiles(step: tl.constexpr, full, tails, shared, state, begin, end, FIXED
         for start in tl.range(begin, full_end, STEP, num_stages=STAGES):
             state = step(full, start, end, shared, state, STEP, False, False, FORM)
     if FIXED:
-        if TAIL_A > 0:
-            state = step(tails[0], full_end, end, shared, state, TAIL_A, MASKED and TAIL_B == 0, not FULL, FORM)
         if TAIL_B > 0:
-            state = step(tails[1], full_end + TAIL_A, end, shared, state, TAIL_B, MASKED, False, FORM)
+            state = step(tails[0], full_end, end, shared, state, TAIL_B, MASKED and TAIL_C == 0, not FULL, FORM)
+        if TAIL_C > 0:
+            state = step(tails[1], full_end + TAIL_B, end, shared, state, TAIL_C, MASKED, False, FORM)
     elif TMA:
         if full_end < end:
             state = step(tails[0], full_end, end, shared, state, STEP, True, False, FORM)
