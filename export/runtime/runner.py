@@ -280,7 +280,7 @@ class OnnxRunner:
             y: Any = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if bound else np.concatenate(pieces)
             y = torch.from_numpy(y) if is_tensor and not bound else y
             found[name] = y.to(images.device) if is_tensor else y
-        return found if len(found) > 1 else y
+        return found if len(found) > 1 else found.popitem()[1]
 
     def probabilities(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Returns class probabilities [B, classes] of images; see `prepare` for the preprocessing.
