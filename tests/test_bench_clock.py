@@ -1,22 +1,22 @@
-"""The clock: rounds, cold inputs, memory, the resolution of noisy machines, and device time on a simulated GPU."""
+"""The clock: rounds, cold inputs, memory, the resolution of noisy machines, and device time on a pretend GPU."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from bench_support import NoisyClock
+from kernel_execution import HAS_GPU
+from pretend_gpu import HOST_MS, Machine
 
 from vit_fast.benchmarks import runner
 from vit_fast.measure import clock
-from vit_fast.measure.clock import CudaQueue, Protocol, time_interleaved
+from vit_fast.measure.clock import Protocol, time_interleaved
 
 CPU = torch.device("cpu")
 SIX = Protocol(repeats=6, seconds=0.0, least_repeats=6, warmup_repeats=2, warmup_seconds=10.0)
@@ -142,93 +142,60 @@ def test_other_processes_and_the_quota_make_a_machine_busy(monkeypatch: pytest.M
     assert [share in reason for reason, share in zip(told["busy"], ("30%", "10%"), strict=True)] == [True, True]
 
 
-class Simulated:
-    """A GPU that runs its queue in order, and a host; time in ms passes only by what is done here."""
-
-    def __init__(self) -> None:
-        self.host = self.free = 0.0  # now; when the device will have done what is queued
-        self.flushes = 0
-
-    cycles_per_ms = functools.cached_property(CudaQueue.cycles_per_ms.func)
-
-    def current(self) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
-
-    def now_ms(self) -> float:
-        return self.host
-
-    def launch(self, host_ms: float, device_ms: float) -> None:
-        self.host += host_ms
-        self.free = max(self.free, self.host) + device_ms
-
-    def mark(self) -> SimpleNamespace:
-        passes = max(self.host, self.free)
-        query, wait = lambda: self.host >= passes, lambda: setattr(self, "host", max(self.host, passes))
-        return SimpleNamespace(
-            passes=passes, query=query, synchronize=wait, elapsed_time=lambda end: end.passes - passes
-        )
-
-    def sleep(self, cycles: int) -> None:
-        self.launch(0.004, cycles / 1.5e6 + 0.002)
-
-    def flush(self) -> None:
-        self.flushes += 1
-        self.launch(0.004, 0.3)
-
-    def synchronize(self) -> None:
-        self.host = max(self.host, self.free)
-
-    def call(self, host_ms: float, device_ms: float, waits: bool = False) -> Callable[[int], None]:
-        """A call of ten launches that together take these times; one that waits reads a result at its end."""
-
-        def run(_: int) -> None:
-            for _ in range(10):
-                self.launch(host_ms / 10, device_ms / 10)
-            if waits:
-                self.synchronize()
-
-        return run
-
-
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Simulated:
-    simulated = Simulated()
-    monkeypatch.setattr(clock, "open_queue", lambda device: simulated)
-    return simulated
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    if HAS_GPU:
+        pytest.skip("the pretend GPU needs a machine without a GPU")
+    monkeypatch.setattr(clock, "MIN_FLUSH_BYTES", 2**10)
+    with Machine(L2_cache_size=2**9).installed() as machine:
+        yield machine
+
+
+def call(gpu: Machine, host_ms: float, device_ms: float, waits: bool = False) -> Callable[[int], None]:
+    """A call of ten launches that together take these times; one that waits reads a result at its end."""
+
+    def run(_: int) -> None:
+        for _ in range(10):
+            gpu.host_ms += host_ms / 10 - HOST_MS
+            gpu.work(0, device_ms / 10, "launch")
+        if waits:
+            torch.cuda.synchronize()
+
+    return run
 
 
 @pytest.mark.parametrize(("host_ms", "device_ms"), [(0.02, 5.0), (0.7, 0.1), (43.0, 60.0)])
-def test_hidden_launches_leave_the_devices_time(gpu: Simulated, host_ms: float, device_ms: float) -> None:
+def test_hidden_launches_leave_the_devices_time(gpu: Machine, host_ms: float, device_ms: float) -> None:
     """Neither the flush nor the sleep is counted, also if the host needs many times longer than the device."""
-    call = gpu.call(host_ms, device_ms)
-    found, again = time_interleaved({"a": call, "again": call}, "cuda", QUICK).values()
+    run = call(gpu, host_ms, device_ms)
+    found, again = time_interleaved({"a": run, "again": run}, "cuda", QUICK).values()
     assert found.ms == again.ms == pytest.approx(device_ms, rel=1e-9)
     assert found.hosts_ms[0] == pytest.approx(host_ms, rel=1e-9)
-    assert not found.host_bound and gpu.flushes >= 2 * len(found)
+    assert not found.host_bound and gpu.counts["aten::zero_"] >= 2 * len(found)
 
 
-def test_counted_launches_are_the_slower_of_host_and_device(gpu: Simulated) -> None:
-    found = time_interleaved({"host": gpu.call(11.0, 1.0), "device": gpu.call(0.1, 5.0)}, "cuda", COUNTED)
+def test_counted_launches_are_the_slower_of_host_and_device(gpu: Machine) -> None:
+    found = time_interleaved({"host": call(gpu, 11.0, 1.0), "device": call(gpu, 0.1, 5.0)}, "cuda", COUNTED)
     assert (found["host"].ms, found["device"].ms) == pytest.approx((11.0 + 0.1, 5.0 + 0.01), rel=1e-6)
     assert found["host"].hosts_ms[0] == pytest.approx(11.0) and not found["host"].host_bound
-    assert gpu.flushes == 0
+    assert not gpu.counts["aten::zero_"]
 
 
-def test_calls_that_wait_for_the_device_are_host_bound_and_do_not_affect_others(gpu: Simulated) -> None:
-    found = time_interleaved({"waits": gpu.call(0.7, 0.1, waits=True), "a": gpu.call(0.7, 0.1)}, "cuda", QUICK)
+def test_calls_that_wait_for_the_device_are_host_bound_and_do_not_affect_others(gpu: Machine) -> None:
+    found = time_interleaved({"waits": call(gpu, 0.7, 0.1, waits=True), "a": call(gpu, 0.7, 0.1)}, "cuda", QUICK)
     assert found["waits"].host_bound and not found["a"].host_bound
     assert found["waits"].ms == pytest.approx(found["waits"].hosts_ms[-1]) == pytest.approx(0.71)
     assert found["a"].ms == pytest.approx(0.1)
 
 
-def test_a_delay_of_the_host_is_hidden_by_a_longer_sleep(gpu: Simulated) -> None:
-    plain, delays_ms = gpu.call(0.5, 0.1), iter([0.0] * 7 + [1.2] * 2)
+def test_a_delay_of_the_host_is_hidden_by_a_longer_sleep(gpu: Machine) -> None:
+    plain, delays_ms = call(gpu, 0.5, 0.1), iter([0.0] * 7 + [1.2] * 2)
 
-    def call(number: int) -> None:
+    def delayed(number: int) -> None:
         plain(number)
-        gpu.host += next(delays_ms, 0.0)
+        gpu.host_ms += next(delays_ms, 0.0)
 
-    found = time_interleaved({"a": call}, "cuda", QUICK)["a"]
+    found = time_interleaved({"a": delayed}, "cuda", QUICK)["a"]
     assert not found.host_bound and found == pytest.approx([0.1] * len(found))
 
 

@@ -1,15 +1,17 @@
-"""Candidates that optimize tries on CUDA only, tested without a GPU: its own code, with stand-ins for the device."""
+"""Candidates that optimize tries on CUDA only, on a pretend GPU."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from fused_models import assert_within
-from graph_tapes import Tape, install
+from kernel_execution import INTERPRETED
+from pretend_gpu import Machine
 from torch import Tensor, nn
 
 import vit_fast
@@ -17,24 +19,24 @@ from vit_fast.measure.build import build
 from vit_fast.measure.candidate import AS_FILE, Candidate
 from vit_fast.measure.trials import Trials
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 FUSED = Candidate(attention="sdpa", mlp="sdpa")
 GRAPHED = dataclasses.replace(FUSED, graphs=True)
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
-    return install(monkeypatch)
+def gpu() -> Iterator[Machine]:
+    with Machine().installed() as machine:
+        yield machine
 
 
 @pytest.mark.parametrize("changes", [{}, {"split": 3}, {"precision": "bf16"}], ids=str)
-def test_graphs_are_a_drop_in(model, images, graphs: list[Tape], changes: dict[str, Any]) -> None:
-    choice = dataclasses.replace(GRAPHED, **changes)
-    trials = Trials(model, images, min_agreement=0.0)
+def test_graphs_are_a_drop_in(model, images, gpu: Machine, changes: dict[str, Any]) -> None:
+    choice, images = dataclasses.replace(GRAPHED, **changes), images.cuda()
+    trials = Trials(model.cuda(), images, min_agreement=0.0)
     trials.prepare(choice, 600)
     optimized = trials.prepared[choice][0]
-    (graph,) = graphs
-    assert graph.replays >= 2
+    assert len(gpu.captures) == 1 and gpu.counts["graph"] >= 2
     first = optimized(images)
     kept = first.clone()
     optimized(images + 1)
@@ -45,11 +47,14 @@ def test_graphs_are_a_drop_in(model, images, graphs: list[Tape], changes: dict[s
 
 
 @pytest.mark.parametrize("choice", [GRAPHED, pytest.param(AS_FILE, marks=pytest.mark.slow)], ids=str)
-def test_a_result_takes_and_returns_what_the_model_does(images, graphs: list[Tape], choice: Candidate) -> None:
+@pytest.mark.usefixtures("gpu")
+def test_a_result_takes_and_returns_what_the_model_does(images, choice: Candidate) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     config = transformers.ViTConfig(image_size=32, patch_size=16, num_labels=5, **sizes)
-    model, example = transformers.ViTForImageClassification(config).eval(), {"pixel_values": images}
+    device = "cuda" if choice.graphs else "cpu"
+    model, images = transformers.ViTForImageClassification(config).eval().to(device), images.to(device)
+    example = {"pixel_values": images}
     trials = Trials(model, example)
     trials.prepare(choice, 600)
     optimized, expected = trials.prepared[choice][0], trials.output
@@ -80,11 +85,10 @@ def test_compiled_models_return_memory_of_their_own(model, images, monkeypatch: 
     assert_within(first, model(images), copy.deepcopy(model).double()(images.double()), 2, "max-autotune")
 
 
-def test_fp8_is_calibrated_and_computes(images, graphs: list[Tape], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter: on photographs, or on the example if the model's preprocessing is unknown."""
-    torch.manual_seed(0)
-    model = vit_fast.create_model("vit_test", backend="eager", depth=1).eval()
-    example, plain = images[:2], Candidate(attention="triton", mlp="triton", precision="fp8")
+def test_fp8_is_calibrated_and_computes(images, gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On photographs, or on the example if the model's preprocessing is unknown."""
+    model = vit_fast.create_model("vit_test", backend="eager", depth=1, device="cuda").eval()
+    example, plain = images[:2].cuda(), Candidate(attention="triton", mlp="triton", precision="fp8")
     with torch.no_grad():
         expected = model(example)
     seen: list[list[Tensor]] = []
@@ -97,5 +101,5 @@ def test_fp8_is_calibrated_and_computes(images, graphs: list[Tape], monkeypatch:
         assert output.dtype == torch.float32 and not torch.equal(output, expected)
         assert torch.nn.functional.cosine_similarity(output, expected).min() > 0.98
     on_example, on_photographs = seen
-    assert len(graphs) == 1 and torch.equal(on_example[0], example)
+    assert len(gpu.captures) == 1 and torch.equal(on_example[0], example)
     assert sum(map(len, on_photographs)) == 32 and on_photographs[0].shape == example.shape
