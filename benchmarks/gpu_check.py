@@ -95,7 +95,10 @@ def perform(job: Job, folder: Path, limit_s: float) -> Found:
         *_, last = ["", *(new / LOG).read_text(errors="replace").splitlines()]
         found["tests"] = last.strip("= ")
     else:
-        records = [read_record(path) for path in sorted(new.glob("*/")) if any(path.iterdir())]
+        records = []
+        for path in sorted(new.glob("*/")):
+            with contextlib.suppress(OSError, ValueError):  # of a process that was killed before its first row
+                records.append(read_record(path))
         print(*map(markdown, records), sep="\n")
         found["outcome"] = problem or outcome_of([row for record in records for row in record["rows"]])
     if found["outcome"] in ("passed", "measured") or not folder.exists():
@@ -148,12 +151,12 @@ def measure(name: str, folder: str, end: float) -> None:
         path = Path(folder, str(number))
         if path.exists():  # finished by an earlier process
             continue
-        if path.with_name(f"{number}{PARTIAL}").exists():
-            configuration, journal = reopen(path)
-        else:
-            configuration = make_configuration(**request)
-            journal = Journal.begin(path, configuration.request, describe(configuration.device))
+        configuration = make_configuration(**request)
         compile_ahead(configuration, max(end - time.time(), 1.0))
+        if path.with_name(f"{number}{PARTIAL}").exists():
+            _, journal = reopen(path)
+        else:
+            journal = Journal.begin(path, configuration.request, describe(configuration.device))
         limited = dataclasses.replace(configuration, protocol=PROTOCOL, time_budget_s=max(end - time.time(), 1.0))
         record = run(limited, journal=journal)
         if record["gpu_failed"]:

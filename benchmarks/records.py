@@ -238,9 +238,9 @@ class Journal:
         assert self._path is not None
         for name, content in files.items():
             (self._path.parent / name).write_bytes(content)
-        if not keep:
-            self._path.unlink()
         self._path.parent.replace(self.folder)
+        if not keep:  # removed last, so that a run that is killed here can be resumed
+            (self.folder / JOURNAL_NAME).unlink()
 
 
 def folder_name(machine: Mapping[str, Any]) -> str:
@@ -325,7 +325,8 @@ def read_record(path: str | Path, *, of_bench: bool = True) -> Record:
     """
     path = Path(path)
     if path.name.endswith(PARTIAL) and (path / JOURNAL_NAME).is_file():  # of a process that was killed
-        return Journal.resume(path, resumes=False).record() | {"gpu_failed": False, "seconds": 0.0}
+        with damaged(path):
+            return Journal.resume(path, resumes=False).record() | {"gpu_failed": False, "seconds": 0.0}
     content = (path / RECORD_NAME if path.is_dir() else path).read_bytes()
     with damaged(path):
         record: Record = json.loads(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,7 +21,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import children
 import pretend_gpu
 import pytest
 import torch
@@ -34,6 +34,7 @@ from vit_fast.benchmarks.models import Group
 from vit_fast.benchmarks.records import Journal
 from vit_fast.measure import clock
 from vit_fast.measure.clock import Protocol
+from vit_fast.ops.backends import triton_unavailable_reasons
 
 BENCH = {"models": ["mlp:5x16x32"], "candidates": ["eager"], "batch_sizes": [2], "dtypes": ["fp32"], "device": "cpu"}
 
@@ -75,13 +76,12 @@ def test_a_process_that_ends_early_is_resumed_and_an_earlier_record_is_kept(tmp_
 
 
 def test_a_process_that_gets_no_further_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record cannot be read, because it was killed before it wrote the configuration."""
     script = (
         "import os, sys, pathlib; path = pathlib.Path(sys.argv[1], '0.partial', 'rows.jsonl'); print('started')\n"
         """path.parent.mkdir(exist_ok=True); path.open('a').write('{"kind": "resumed"}'); os._exit(9)"""
     )
     monkeypatch.setattr(Job, "command", lambda job, new, limit_s: [sys.executable, "-c", script, str(new)])
-    monkeypatch.setattr(gpu_check, "read_record", lambda path: {"rows": []})
-    monkeypatch.setattr(gpu_check, "markdown", lambda record: "")
     found = gpu_check.perform(Job("mlp", "m", 1.0, runs=(BENCH,)), tmp_path / "job", 300.0)
     assert found == {"outcome": "failed: exit status 9; see log.txt"}
     assert (tmp_path / "job" / "log.txt").read_text() == "started\n"
@@ -284,6 +284,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     for sizes in (runner.MATMUL_SIZE, runner.COPY_BYTES):
         monkeypatch.setitem(sizes, "cuda", 2**6)
     with Machine(L2_cache_size=2**9).installed() as machine:
+        assert not triton_unavailable_reasons(torch.device("cuda", 0))  # once, not in every process
         yield start
 
 
@@ -297,8 +298,11 @@ def key_of(row: records.Row) -> str:
 
 def rows_in(out: Path) -> dict[str, str]:
     """Returns the statuses of the finished rows of all records, also of unfinished ones."""
-    each = [records.read_record(path)["rows"] for path in out.glob("*/*/") if any(path.iterdir())]
-    return {key_of(row): row["status"] for rows in each for row in rows if is_finished(row)}
+    found: dict[str, str] = {}
+    for path in out.glob("*/*/"):
+        with contextlib.suppress(OSError, ValueError):  # killed before the first row
+            found |= {key_of(row): row["status"] for row in records.read_record(path)["rows"] if is_finished(row)}
+    return found
 
 
 def rows_written(folder: Path) -> set[str]:
@@ -306,27 +310,18 @@ def rows_written(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_every_benchmark_runs_on_a_pretend_gpu(check: Callable[..., Forked], tmp_path: Path) -> None:
-    assert check(*(job.name for job in gpu_check.JOBS if job.runs)).wait() == 0
-    found = rows_in(tmp_path / "out")
-    assert rows_written(tmp_path) == found.keys()
-    assert {*found.values()} <= {"measured", "unsupported", "not installed"}, found
-    measured = {name.split("'")[-2] for name, status in found.items() if status == "measured"}
-    assert measured >= {"triton", "triton-frozen", "triton-graphs", "triton-fp8", "timm+compile", "timm+fused"}
-    assert "vit_test batch 2 sm_90: 2 blocks; measured, estimated us" in (tmp_path / "out" / "model.txt").read_text()
-
-
-@pytest.mark.slow
 def test_rows_survive_ten_kills_at_random_times(check: Callable[..., Forked], tmp_path: Path) -> None:
     """Kills the process of a job, sometimes with gpu-check. Every run writes into the same folder."""
-    generator, out, status = random.Random(0), tmp_path / "out", 1
-    left = [generator.choice((1, -1)) * round(30 * 50 ** generator.random()) for _ in range(10)]
+    generator, out, status, survived = random.Random(0), tmp_path / "out", 1, set[str]()
+    left = [generator.choice((1, -1)) * round(300 * 20 ** generator.random()) for _ in range(10)]
     while status:
-        before, status = left, check("mlp", "block", kills=left).wait()
+        before, status = left, check("mlp", "attention", kills=left).wait()
         left = [*map(int, (tmp_path / "kills").read_text().split())]
         assert rows_written(tmp_path) <= rows_in(out).keys() and (status == 0 or left != before)
+        survived |= rows_written(tmp_path) if left else set()
+    assert survived
     found = rows_in(out)
-    assert not left and len(found) == 9 and {*found.values()} == {"measured"}
+    assert not left and len(found) == 12 and {*found.values()} <= {"measured", "unsupported"}
     with tarfile.open(tmp_path / "out.tar.gz") as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     assert rows_in(tmp_path / "unpacked" / "out") == found
@@ -357,38 +352,3 @@ def test_graphs_are_compiled_in_parallel_processes(monkeypatch: pytest.MonkeyPat
     made = BENCH | {"candidates": ["eager", "eager+compile"], "batch_sizes": [2, 1]}
     gpu_check.compile_ahead(make_configuration(**made), 1.0)
     assert sorted(started) == [(1, "eager+compile"), (2, "eager+compile")]
-
-
-# --- in a process with the stand-in driver ----------------------------------------------------------------------------
-
-_COUNT = """
-import json, pytest, triton
-from vit_fast.kernels.inspect import stand_in_driver
-stand_in_driver.install("sm_90")
-from vit_fast.benchmarks import gpu_check, runner
-from vit_fast.benchmarks.configuration import make_configuration
-compiled = []
-class Count:
-    def pytest_runtestloop(self):
-        triton.knobs.runtime.jit_cache_hook = lambda *, fn, **_: compiled.append(fn.name)
-job = gpu_check.JOBS[0]
-pytest.main(job.command(None, 1.0)[3:], plugins=[Count()])
-launches = []
-for train in (False, True):
-    names = ["triton"] if train else ["triton", "triton-frozen"]
-    request = {"models": ["vit_test"], "candidates": names, "batch_sizes": [2, 1], "dtypes": ["bf16"], "device": "cpu"}
-    configuration = make_configuration(**request, train=train, protocol=gpu_check.PROTOCOL)
-    triton.knobs.runtime.jit_cache_hook = None
-    gpu_check.compile_ahead(configuration, 600.0)
-    Count().pytest_runtestloop()
-    launches += [row["status"] for row in runner.run(configuration)["rows"]]
-print(json.dumps([compiled, launches]))
-"""
-
-
-@pytest.mark.slow(minutes=True)
-def test_a_job_compiles_no_kernel_alone(tmp_path: Path) -> None:
-    """Kernels are compiled in parallel processes before tests and benchmarks call them. Their outputs are undefined."""
-    environment = children.environment(str(tmp_path)) | {"VIT_FAST_EXECUTE": "sm_90"}
-    compiled, statuses = json.loads(children.run_python(["-c", _COUNT], environment, gpu_check.ROOT).splitlines()[-1])
-    assert compiled == [] and statuses == ["incorrect"] * 6

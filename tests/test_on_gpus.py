@@ -31,8 +31,8 @@ from vit_fast.benchmarks.candidates import CANDIDATES, NAMES
 from vit_fast.benchmarks.preparation import TrainingStep
 from vit_fast.benchmarks.records import Journal, read_record
 from vit_fast.export.runtime.runner import OnnxRunner, ProviderError
-from vit_fast.measure import clock
-from vit_fast.measure.candidate import ORIGINAL, Candidate
+from vit_fast.measure import clock, trials
+from vit_fast.measure.candidate import ORIGINAL, PRECISIONS, Candidate
 from vit_fast.measure.trials import Trials
 from vit_fast.ops.backends import triton_unavailable_reasons
 from vit_fast.run.runtime import capture
@@ -91,9 +91,9 @@ def test_optimize_times_the_gpu_of_the_example(gpus: Machine) -> None:
 
     model.forward = forward
     with torch.no_grad():
-        trials = Trials(model, x)
-        trials.prepare(ORIGINAL, 60)
-        assert trials.call_ms(ORIGINAL, 0) == pytest.approx(5, abs=0.1)
+        timed = Trials(model, x)
+        timed.prepare(ORIGINAL, 60)
+        assert timed.call_ms(ORIGINAL, 0) == pytest.approx(5, abs=0.1)
 
 
 def test_the_seconds_of_a_measurement_include_the_host(gpus: Machine) -> None:
@@ -281,6 +281,17 @@ def test_train_and_predict_on_the_second_gpu(gpus: Machine, tmp_path: Path, caps
     assert gpus.peak[1] > 0 == gpus.peak[0]
 
 
+def test_the_test_kernel_needs_memory_and_no_capture(gpus: Machine) -> None:
+    """Neither reason is cached."""
+    device = torch.device("cuda:1")
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(device)):
+        assert "must run a test kernel on cuda:1 first" in triton_unavailable_reasons(device)[0]
+    gpus.foreign[1] = gpus.memory
+    assert "out of memory" in triton_unavailable_reasons(device)[0]
+    gpus.foreign[1] = 0
+    assert not triton_unavailable_reasons(device)
+
+
 def test_fp8_is_calibrated_and_emulated_on_the_second_gpu(gpus: Machine) -> None:
     model, x = build("cuda:1", dtype=torch.bfloat16), torch.randn(2, 3, 32, 32).to("cuda:1", torch.bfloat16)
     with torch.no_grad():
@@ -316,6 +327,8 @@ def test_packed_towers_replay_graphs_on_two_gpus(gpus: Machine) -> None:
 @pytest.mark.usefixtures("gpus", "own_cache")
 def test_optimize_finds_graphs_on_the_second_gpu(tmp_path: Path, capsys: Any, only: Any) -> None:
     only(Candidate(attention="triton", mlp="triton", frozen=True, graphs=True))
+    names = {one.name for one in trials.candidates(torch.device("cuda:1"), PRECISIONS)}
+    assert names > {"fused triton, fp8, graphs", "fused triton, torch.compile max-autotune"}
     saved = tmp_path / "fast.json"
     options = ("--batch", "2", "--budget", "60", "--device", "cuda:1", "--save", str(saved))
     assert run_command("optimize", "vit_test", *options) == 0
