@@ -361,3 +361,32 @@ def test_biases_and_windows_of_timm(name: str) -> None:
     assert len(vit_fast.freeze(model)) == 2
     with torch.inference_mode():
         torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["vit_pytorch", "segment_anything", "kornia", "monai"])
+def test_blocks_of_other_libraries(library: str) -> None:
+    """Every half is fused; runs for libraries that are installed."""
+    pytest.importorskip(library)
+    torch.manual_seed(0)
+    x = torch.randn(2, 12, 32)
+    if library == "vit_pytorch":
+        from vit_pytorch.vit import Transformer
+
+        block: Any = Transformer(32, 2, 4, 8, 64)
+    elif library == "segment_anything":
+        from segment_anything.modeling.image_encoder import Block
+
+        block, x = Block(32, 4, window_size=0), torch.randn(2, 4, 3, 32)
+    elif library == "kornia":
+        from kornia.models.vit import TransformerEncoderBlock
+
+        block = TransformerEncoderBlock(32, 4, 0.1, 0.1)
+    else:
+        from monai.networks.blocks.transformerblock import TransformerBlock
+
+        block = TransformerBlock(32, 64, 4)
+    expected = block.eval()(x)
+    assert len(vit_fast.fuse(block, "eager", example=x).require_all().fused) == (4 if library == "vit_pytorch" else 1)
+    torch.testing.assert_close(block(x), expected, rtol=1e-5, atol=1e-5)
+    assert runs_fused(block, lambda: block(x))
