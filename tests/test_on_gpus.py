@@ -320,7 +320,8 @@ def test_packed_towers_replay_graphs_on_two_gpus(gpus: Machine) -> None:
             found = runner(**inputs | {"hidden_states": inputs["hidden_states"].to(device)})
             for one, other in zip(family.real(found, sizes), expected, strict=True):
                 torch.testing.assert_close(one.cpu(), other, rtol=0, atol=2e-2 * float(other.abs().max()))
-        assert runner.captured and runner.stats().graphs == 1 and runner.stats().hits == {64: 2}
+        assert runner.captured and runner.stats().graphs == 1
+        assert runner.stats().hits == {64: 3}, "the first images need two runs"
     assert len({(capture.at, capture.pool) for capture in gpus.captures}) == len(gpus.captures) == 2
 
 
