@@ -8,8 +8,8 @@
    slower half, clearly slower candidates are dropped. The fastest candidate is timed twice per round. The difference
    between its two timings is the resolution.
 
-A candidate replaces the original only if the interval of its speedup exceeds the ratio between the leader's two timings.
-Among equally fast candidates, the candidate with the fewest changes is chosen.
+A candidate replaces the original only if the interval of its speedup exceeds the ratio between the leader's two
+timings. Among equally fast candidates, the candidate with the fewest changes is chosen.
 
 Source of the halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization".
 """
