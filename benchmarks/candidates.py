@@ -174,7 +174,7 @@ def _build_given(candidate: Candidate, group: Group) -> nn.Module:
 def _build_fused(builder: Builder, whole: bool, candidate: Candidate, group: Group) -> nn.Module:
     """Builds a model and calls vit_fast.fuse. `whole` requires that every attention and MLP is fused."""
     model: nn.Module = builder(candidate, group)
-    report = fuse(model)
+    report = fuse(model, example=None if whole else _images(group))
     if whole or not report.fused:
         report.require_all()
     return model

@@ -123,7 +123,7 @@ def changed_copy(
             classifies = logits_of(work(as_model_input(work, batches[0]))) is not None
         fuse(work, precision="fp8", min_agreement=min_agreement if classifies and min_agreement else None)
     elif candidate.attention or candidate.mlp:
-        _fuse_parts(work, candidate)
+        _fuse_parts(work, candidate, example)
     if candidate.frozen and candidate.engine != "compile" and not freeze(work):
         raise UnsupportedInputError(candidate.name, ["vit_fast.freeze supports no module of the model"])
     return work
@@ -146,9 +146,13 @@ def _calibration_images(
     return inputs.split(len(images))
 
 
-def _fuse_parts(work: nn.Module, candidate: Candidate) -> None:
+def _fuse_parts(work: nn.Module, candidate: Candidate, example: Any) -> None:
     backends = {"attention": candidate.attention, "MLP": candidate.mlp}
-    report = fuse(work, max(filter(None, backends.values())))  # triton raises an error if it is unavailable
+    if candidate.precision is not None:
+        dtype = DTYPES[candidate.precision]
+        example = map_floating(lambda value: value.to(dtype), example)
+    backend = max(filter(None, backends.values()))  # triton raises an error if it is unavailable
+    report = fuse(work, backend, example=example)
     fused = [(row, backends["attention" if row.part.startswith("attention") else "MLP"]) for row in report.fused]
     if not any(backend for _, backend in fused):
         reasons = [f"{row.name}: {'; '.join(row.reasons)}" for row in report.skipped[:3]]
