@@ -21,6 +21,7 @@ from vit_fast.blocks import fused as common
 from vit_fast.commands import info
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.fusion import fuse as fusion
+from vit_fast.fusion import walk
 from vit_fast.ops import backends
 
 pytest.importorskip("triton", reason="the kernels need triton")
@@ -57,7 +58,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
         "get_device_name": "a stand-in", "is_current_stream_capturing": False,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    for module in (fusion, common):
+    for module in (fusion, walk, common):
         monkeypatch.setattr(module, "device_of", lambda module: GPU)
     monkeypatch.setattr(backends, "_run_and_compare", probe)
     monkeypatch.setattr(backends, "_probed", {})

@@ -88,7 +88,9 @@ class Call:
 
     def are_same(self, first: str, second: str) -> bool | None:
         """Returns True if two arguments are one object, and None if the source does not show this."""
-        a, b = self.arguments[first], self.arguments[second]
+        a, b = self.arguments.get(first), self.arguments.get(second)
+        if a is None or b is None:
+            return None
         if a is b or (isinstance(a, ast.Name | ast.Attribute) and ast.dump(a) == ast.dump(b)):
             return True
         shown = all(_is_new(each) or isinstance(each, ast.Name) for each in (a, b))

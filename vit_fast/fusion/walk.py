@@ -201,6 +201,8 @@ def is_supported(module: nn.Module) -> bool:
 
 def _looks_like_attention(module: nn.Module) -> bool:
     """Returns True if the shapes of parameters look like those of q, k, v and an output projection."""
+    if type(module).forward is nn.Module.forward:  # e.g. a ModuleList
+        return False
     shapes = [tuple(each.shape) for each in module.parameters() if each.dim() == 2]
     widths = {rows for rows, columns in shapes if rows == columns}
     return any(sum(rows for rows, own in shapes if own == width and rows <= 3 * width) >= 4 * width for width in widths)
