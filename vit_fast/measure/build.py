@@ -151,8 +151,8 @@ def _fuse_parts(work: nn.Module, candidate: Candidate, example: Any) -> None:
     if candidate.precision is not None:
         dtype = DTYPES[candidate.precision]
         example = map_floating(lambda value: value.to(dtype), example)
-    backend = max(filter(None, backends.values()))  # triton raises an error if it is unavailable
-    report = fuse(work, backend, example=example)
+    best = max(filter(None, backends.values()))  # triton raises an error if it is unavailable
+    report = fuse(work, best, example=example)
     fused = [(row, backends["attention" if row.part.startswith("attention") else "MLP"]) for row in report.fused]
     if not any(backend for _, backend in fused):
         reasons = [f"{row.name}: {'; '.join(row.reasons)}" for row in report.skipped[:3]]
