@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FunctionType
@@ -72,8 +73,10 @@ class Call:
 
 
 def _is_constant(value: Any) -> bool:
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list | set | frozenset):
         return all(map(_is_constant, value))
+    if isinstance(value, dict):
+        return all(map(_is_constant, (*value, *value.values())))
     return isinstance(value, SIMPLE)
 
 
@@ -97,6 +100,8 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[Any, str, object]]:
 
 
 def _copied(value: Any) -> Any:
+    if _is_constant(value):
+        return copy.deepcopy(value)
     return list(value) if type(value) is list else dict(value) if type(value) is dict else value
 
 
