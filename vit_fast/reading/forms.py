@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,6 +156,15 @@ def attributes(module: nn.Module, recipe: Recipe) -> dict[str, Any]:
     return {
         "vit_fast_recipe": recipe, "vit_fast_structure": structure_of(module), "vit_fast_state": state_of(module),
     }  # fmt: skip
+
+
+def hidden_name(module: nn.Module) -> str | None:
+    """Returns the name of an attribute of a module that its fused class would hide; None if there is none."""
+    classes = itertools.takewhile(lambda cls: cls is not nn.Module, ReadModule.__mro__)
+    names = {name for cls in classes for name in (*vars(cls), *vars(cls).get("__annotations__", ()))}
+    own = itertools.takewhile(lambda cls: cls is not nn.Module, type(module).__mro__)
+    stores = (vars(module), module._parameters, module._buffers, module._modules, *map(vars, own))
+    return next((name for store in stores for name in store if name in names and not hasattr(nn.Module, name)), None)
 
 
 def form_of(original: type[nn.Module], kind: str) -> type[FusedModule]:

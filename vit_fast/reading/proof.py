@@ -29,9 +29,9 @@ def run_reading(reading: Reading, x: Tensor, backend: str) -> Tensor:
     return reading.restored(y, x)
 
 
-def prove(copied: nn.Module, call: Call, reading: Reading, shape: tuple[int, ...]) -> None:
+def prove(copied: nn.Module, call: Call, reading: Reading, shape: tuple[int, ...], magnitude: float = 1.0) -> None:
     """Raises UnreadableError if outputs or gradients differ in evaluation mode; `copied` is a random copy."""
-    x = tokens_like(shape)
+    x = tokens_like(shape) * magnitude
     parameters = list(copied.parameters())
     for parameter in parameters:
         parameter.requires_grad_(parameter.is_floating_point())

@@ -16,7 +16,7 @@ from ..blocks.parts import detached
 from ..blocks.plain import touch_reasons
 from .calls import Call, state_of, structure_of
 from .capture import Graph, UnreadableError, capture, free_dimensions, random_copy, tokens_like
-from .forms import Recipe
+from .forms import Recipe, hidden_name
 from .matcher import Reading, read_graph
 from .proof import is_same_in_training, prove, proved_dtypes, run_reading, with_drop_paths
 
@@ -42,6 +42,8 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None) -> Recipe:
         raise UnreadableError(f"its tokens must have three or four dimensions, got shape {tuple(x.shape)}")
     if reasons := touch_reasons([(name or "it", part) for name, part in module.named_modules()]):
         raise UnreadableError("; ".join(reasons))
+    if (name := hidden_name(module)) is not None:
+        raise UnreadableError(f"its attribute {name!r} has the name of an attribute of fused modules: rename it")
     copied = random_copy(module)
 
     def forward(x: Tensor) -> Tensor:
@@ -69,7 +71,7 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None) -> Recipe:
         batch = 1 if reading.layout == "[N, B, C]" else 0
         free = free & {batch} if fixed else free
         allowed = tuple(None if i in free else size for i, size in enumerate(shape))
-        return _proved(copied, call, reading, probe, allowed)
+        return _proved(copied, call, reading, probe, tuple(x.shape), allowed)
 
 
 def _small(x: Tensor) -> tuple[int, ...]:
@@ -78,11 +80,18 @@ def _small(x: Tensor) -> tuple[int, ...]:
 
 
 def _proved(
-    copied: nn.Module, call: Call, reading: Reading, probe: tuple[int, ...], allowed: tuple[int | None, ...]
-) -> Recipe:
+    copied: nn.Module, call: Call, reading: Reading, probe: tuple[int, ...], shape: tuple[int, ...],
+    allowed: tuple[int | None, ...],
+) -> Recipe:  # fmt: skip
     prove(copied, call, reading, probe)
     if any(allowed[:-1]):  # the others may have another size
         prove(copied, call, reading, tuple(size + (fixed is None) for size, fixed in zip(probe, allowed)))
+    prove(copied, call, reading, probe, magnitude=1e3)  # e.g. for a clamp
+    for i in [i for i, fixed in enumerate(allowed) if fixed is None]:  # symbolic sizes are never 1
+        try:
+            prove(copied, call, reading, (*probe[:i], 1, *probe[i + 1 :]))
+        except UnreadableError:
+            allowed = (*allowed[:i], shape[i], *allowed[i + 1 :])
     tokens = tokens_like(probe)
     reading = with_drop_paths(copied, call, reading, tokens)
     trains = is_same_in_training(copied, call, reading, tokens)
