@@ -268,8 +268,9 @@ def _read_once(
 def _rebound(module: nn.Module, recipe: Recipe, x: Tensor) -> Recipe:
     """Proves a recipe for a module with equal structure, but other attributes."""
     copied = random_copy(module)
-    is_free = not any(recipe.shape[:-1])
-    return _proved(copied, recipe.call, recipe.reading(copied), _small(x) if is_free else tuple(x.shape), recipe.shape)
+    shape = tuple(x.shape)
+    probe = shape if any(recipe.shape[:-1]) else _small(x)
+    return _proved(copied, recipe.call, recipe.reading(copied), probe, shape, recipe.shape)
 
 
 def _check_example(module: nn.Module, recipe: Recipe, record: Record) -> None:
