@@ -26,7 +26,7 @@ KERNELS = (
 )  # fmt: skip
 COMPILED = ("static_kernels", "stand_in_driver", "warm_up")
 FUSED = (
-    "fuse*", "reading", "handed_statistics", "freeze", "mlp_operator",
+    "fuse*", "reading*", "handed_statistics", "freeze", "mlp_operator",
     "transformers_attention", "packed", "graph_*",
 )  # fmt: skip
 FP8 = ("fp8_*", "calibrate")
