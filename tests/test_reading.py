@@ -154,25 +154,6 @@ def test_changes_after_fuse_run_the_original() -> None:
     assert not torch.allclose(layer(x), before, atol=1e-3)
 
 
-class Configured(Packed):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.config = {"gain": [1.0]}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + (super().forward(x) - x) * self.config["gain"][0]
-
-
-def test_a_changed_entry_of_a_dictionary_has_an_effect_also_after_freeze() -> None:
-    model = fused_net(Configured)
-    nn.init.ones_(model.layers[0].gamma1)
-    expected = model.layers[0](x := torch.randn(2, 20, 32)) * 2 - x
-    model.layers[0].config["gain"][0] = 2.0
-    torch.testing.assert_close(model.layers[0](x), expected)
-    vit_fast.freeze(model)
-    torch.testing.assert_close(model.layers[0](x), expected)
-
-
 def test_other_calls_run_the_original() -> None:
     model = fused_net(Separate)
     layer, x = model.layers[0], torch.randn(2, 20, 32)

@@ -1,11 +1,12 @@
-"""Blocks that compute something else for rare inputs than for an example."""
+"""Blocks that compute something else than on the example, for rare inputs or after a change."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
-from spellings import Packed
+from spellings import Net, Packed
 from torch import nn
 
 import vit_fast
@@ -39,3 +40,24 @@ def test_rare_inputs_give_the_same_outputs() -> None:
         assert bool(report.fused) is (block is Branches), str(report)
         for given in (x, x[:1], x * 1e3):
             torch.testing.assert_close(model(given), original(given))
+
+
+class Configured(Packed):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.config = {"gain": [1.0]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (super().forward(x) - x) * self.config["gain"][0]
+
+
+def test_a_changed_entry_of_a_dictionary_has_an_effect_also_after_freeze() -> None:
+    torch.manual_seed(0)
+    model = Net(Configured).eval()
+    vit_fast.fuse(model, "eager", example=torch.randn(2, 3, 32, 8)).require_all()
+    nn.init.ones_(model.layers[0].gamma1)
+    expected = model.layers[0](x := torch.randn(2, 20, 32)) * 2 - x
+    model.layers[0].config["gain"][0] = 2.0
+    torch.testing.assert_close(model.layers[0](x), expected)
+    vit_fast.freeze(model)
+    torch.testing.assert_close(model.layers[0](x), expected)
