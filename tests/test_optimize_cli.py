@@ -62,7 +62,7 @@ def test_json_and_errors_with_brackets(capsys: pytest.CaptureFixture[str], only,
     assert found["key"]["request"]["allow"] == ["bf16"] and found["figures"]["speedup"] > 1
     assert 0 <= found["table"][1]["checked"]["agreement"] <= 1
 
-    def failing(*_: object) -> None:
+    def failing(*_: object, **__: object) -> None:
         raise RuntimeError("[/usr/lib/so] of [int8]")
 
     cache.clear()
