@@ -23,6 +23,21 @@ class Clamps(Packed):
         return super().forward(x).clamp(-50, 50)
 
 
+class UnderAutocast(Packed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if torch.is_autocast_enabled("cpu") else 1)
+
+
+class ByStrides(Packed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 if x.is_contiguous() else 2)
+
+
+class ReplacesNaN(Packed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).nan_to_num()
+
+
 class Hides(Packed):
     kind = 2.0  # fused modules have an attribute of this name
 
@@ -31,15 +46,17 @@ class Hides(Packed):
 
 
 def test_rare_inputs_give_the_same_outputs() -> None:
-    """A batch of one image, large values, and an attribute that a fused class has, too."""
-    for block in (Branches, Clamps, Hides):
+    """A batch of one, large values, NaN, other strides, autocast, and an attribute that a fused class has, too."""
+    for block in (Branches, Clamps, UnderAutocast, ByStrides, ReplacesNaN, Hides):
         torch.manual_seed(0)
         original = nn.Sequential(block(32, 4), block(32, 4)).eval()
         model = copy.deepcopy(original)
         report = vit_fast.fuse(model, "eager", example=(x := torch.randn(2, 20, 32)))
         assert bool(report.fused) is (block is Branches), str(report)
-        for given in (x, x[:1], x * 1e3):
-            torch.testing.assert_close(model(given), original(given))
+        for given in (x, x[:1], x * 1e3, x.transpose(0, 1).contiguous().transpose(0, 1), x / 0 * 0):
+            torch.testing.assert_close(model(given), original(given), equal_nan=True)
+        with torch.autocast("cpu"):
+            torch.testing.assert_close(model(x), original(x), rtol=0.02, atol=0.02)  # rounded to bf16
 
 
 class Configured(Packed):

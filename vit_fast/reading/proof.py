@@ -52,6 +52,30 @@ def prove(copied: nn.Module, call: Call, reading: Reading, shape: tuple[int, ...
             raise UnreadableError(f"its parts were read, but the {name} of module and parts differ")
 
 
+def prove_in_contexts(copied: nn.Module, call: Call, reading: Reading, x: Tensor) -> None:
+    """Raises UnreadableError if outputs differ under autocast, for other strides, or for NaN."""
+    other = x.transpose(0, 1).contiguous().transpose(0, 1)
+    invalid = x.clone()
+    invalid.view(-1)[0] = torch.nan
+    for name, given, enabled in (
+        ("under autocast", x, True),
+        ("of other strides", other, False),
+        ("of NaN", invalid, False),
+    ):
+        before = [(device, torch.is_autocast_enabled(device)) for device in ("cpu", "cuda")]
+        for device, _ in before:
+            torch.set_autocast_enabled(device, enabled)  # leaves fp64 as it is
+        try:
+            with torch.no_grad():
+                expected, found = call.run(copied, given), run_reading(reading, given, "eager")
+        finally:
+            for device, was_enabled in before:
+                torch.set_autocast_enabled(device, was_enabled)
+        same = torch.equal(expected.isnan(), found.isnan())
+        if not same or not _is_near(found.nan_to_num(), expected.nan_to_num(), 10 * LIMITS[torch.float64]):
+            raise UnreadableError(f"its parts were read, but the outputs {name} of module and parts differ")
+
+
 def _is_near(a: Tensor, b: Tensor, limit: float) -> bool:
     # gradients that are zero up to rounding, e.g. of the bias of keys, need an absolute bound
     return a.shape == b.shape and bool((a - b).norm() <= limit * b.norm() + 1e-8)

@@ -18,7 +18,7 @@ from .calls import Call, state_of, structure_of
 from .capture import Graph, UnreadableError, capture, free_dimensions, random_copy, tokens_like
 from .forms import Recipe, hidden_name
 from .matcher import Reading, read_graph
-from .proof import is_same_in_training, prove, proved_dtypes, run_reading, with_drop_paths
+from .proof import is_same_in_training, prove, prove_in_contexts, proved_dtypes, run_reading, with_drop_paths
 
 SMALL = (2, 7)  # batch size and number of tokens of a capture, if the forward supports any
 # Relative error of a module's parts on the example in the model's dtype
@@ -93,6 +93,7 @@ def _proved(
         except UnreadableError:
             allowed = (*allowed[:i], shape[i], *allowed[i + 1 :])
     tokens = tokens_like(probe)
+    prove_in_contexts(copied, call, reading, tokens)
     reading = with_drop_paths(copied, call, reading, tokens)
     trains = is_same_in_training(copied, call, reading, tokens)
     attention, mlp = detached(copied, reading.attention), detached(copied, reading.mlp)
