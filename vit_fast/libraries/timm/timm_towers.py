@@ -30,8 +30,7 @@ class VisionTransformerMixin(FusedContainer):
 
     def forward(self, x: Tensor, *masks: Any, **options: Any) -> Tensor:
         if masks or options or not self._reads_one_token():
-            timms: Any = super()
-            output: Tensor = timms.forward(x, *masks, **options)
+            output: Tensor = super().forward(x, *masks, **options)
         else:
             tokens = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))
             output = self.forward_head(self.norm(_run_for_one_token(self.blocks, tokens)))
@@ -81,16 +80,15 @@ class NaFlexVitMixin(FusedModule):
         use_keys = attn_mask is None and patch_valid is not None and not is_exporting()
         # timm's own attention layers may add a mask to the scores
         use_keys = use_keys and all(isinstance(block.attn, AttentionLayer) for block in self.blocks)
-        timms: Any = super()
-        embeds: dict[str, Any] = timms._forward_embeds(x, patch_coord, patch_valid, False if use_keys else attn_mask)
+        mask = False if use_keys else attn_mask
+        embeds: dict[str, Any] = super()._forward_embeds(x, patch_coord, patch_valid, mask)  # type: ignore[misc]
         if use_keys:  # after timm's patch dropout, which selects the valid patches in training
             embeds["attn_mask"] = padding_mask(embeds["patch_valid"], self.num_prefix_tokens)
         return embeds
 
     def _pool(self, x: Tensor, pool_type: str | None = None, patch_valid: Tensor | None = None) -> Any:
         if patch_valid is None or not isinstance(self.attn_pool, AttentionPoolLatentMixin) or is_exporting():
-            timms: Any = super()
-            return timms._pool(x, pool_type, patch_valid)
+            return super()._pool(x, pool_type, patch_valid)  # type: ignore[misc]
         prefix = self.num_prefix_tokens if self.pool_include_prefix else 0
         return self.attn_pool(x[:, self.num_prefix_tokens - prefix :], attn_mask=padding_mask(patch_valid, prefix))
 
