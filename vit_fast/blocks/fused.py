@@ -36,7 +36,7 @@ class Finding:
     reasons: Sequence[str] = ()  # why the module cannot be fused
     notes: Sequence[str] = ()  # for the report
     bypassed: Sequence[nn.Module] = ()  # submodules whose forward will no longer be called
-    condition: str = ""  # calls that run fused, if the source of the model does not show whether there are any
+    condition: str = ""  # calls that run fused, if it is unknown whether there are any
 
 
 class FusedModule(nn.Module):
@@ -82,8 +82,12 @@ class FusedModule(nn.Module):
         return Finding()
 
     @classmethod
-    def examine_calls(cls, model: nn.Module, name: str) -> Finding:
-        """Inspects how a model calls its submodule `name`."""
+    def examine_call(cls, owner: nn.Module, problem: str | None) -> Finding:
+        """Inspects how a module is called in its `owner`.
+
+        `problem` states why the call in the example has more than tokens and constants as inputs and outputs; it is ""
+        for other calls, and None if the call is unknown.
+        """
         return Finding()
 
     @classmethod

@@ -24,7 +24,7 @@ class ModuleReport:
     fused: bool  # True if the module now runs a fused operator; with `condition`, only in some calls
     reasons: tuple[str, ...] = ()  # all reasons why the module was skipped
     notes: tuple[str, ...] = ()  # about a fused module
-    condition: str = ""  # calls that run fused, if the source of the model does not show whether there are any
+    condition: str = ""  # calls that run fused, if it is unknown whether there are any
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class FusionReport:
 
     @property
     def conditional(self) -> tuple[ModuleReport, ...]:
-        """Returns the modules that only some calls run fused, where the source shows no call of the model."""
+        """Returns the modules that only some calls run fused, if no example shows how they are called."""
         return tuple(module for module in self.modules if module.condition)
 
     @property
@@ -55,7 +55,10 @@ class FusionReport:
 
     @property
     def _has_unknown(self) -> bool:
-        return any(reason.endswith(UNKNOWN) for module in self.modules for reason in module.reasons)
+        reasons = (reason for module in self.modules for reason in module.reasons)
+        return any(module.condition and module.name for module in self.modules) or any(
+            reason.endswith(UNKNOWN) for reason in reasons
+        )
 
     def require_all(self) -> FusionReport:
         """Returns the report if every module in it was fused.

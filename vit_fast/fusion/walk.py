@@ -65,9 +65,10 @@ class Walk:
         return found
 
     def has_unknown(self) -> bool:
-        """Returns True if a module was skipped because of its class only."""
+        """Returns True if an example may show more: a module was skipped because of its class only, or conditional."""
         return any(
-            reason.endswith(UNKNOWN) or "not its subclass" in reason for row in self.rows for reason in row.reasons
+            row.condition or any(reason.endswith(UNKNOWN) or "not its subclass" in reason for reason in row.reasons)
+            for row in self.rows
         )
 
     def _visit_children(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
@@ -128,7 +129,8 @@ class Walk:
         self, name: str, module: nn.Module, form: type[FusedModule], attributes: dict[str, Any] | None = None
     ) -> bool:
         """Handles a module that is fused or has a fused class; returns True if the module is skipped."""
-        finding, calls = form.examine(module), form.examine_calls(self.model, name)
+        owner = self.model.get_submodule(name.rpartition(".")[0])
+        finding, calls = form.examine(module), form.examine_call(owner, self.found.problems.get(module))
         notes = [*(["already fused"] if isinstance(module, FusedModule) else []), *finding.notes, *calls.notes]
         reasons = [*_reasons(module, form, finding), *calls.reasons]
         if not reasons:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..blocks.callers import Call, calls_of
 from ..blocks.fused import Finding, Forms, FusedBlocks, FusedModule, FusedNormMlp, fused_class
 from ..blocks.parts import AttentionParts, MlpParts
 from ..blocks.plain import PLAIN, is_touched, tensor_reasons, touch_reasons
@@ -117,15 +116,16 @@ class MultiheadAttentionMixin(FusedModule):
         return Finding(reasons + touch_reasons([("out_proj", module.out_proj)]), notes)
 
     @classmethod
-    def examine_calls(cls, model: nn.Module, name: str) -> Finding:
+    def examine_call(cls, owner: nn.Module, problem: str | None) -> Finding:
         condition = "with need_weights=False, one tensor as query, key and value, and no mask"
-        found = _examine_calls(calls_of(model, name), _obstacles, condition)
-        owner = model.get_submodule(name.rpartition(".")[0])
-        is_layer = type(owner) is nn.TransformerEncoderLayer
-        if found.notes and is_layer and TransformerEncoderLayerMixin.examine(owner).reasons:
+        if problem:
+            return Finding([f"{problem}: it runs fused only {condition}"])
+        if type(owner) is nn.TransformerEncoderLayer and TransformerEncoderLayerMixin.examine(owner).reasons:
             fast = "in evaluation mode without gradients, torch's fast path of TransformerEncoderLayer replaces it"
             return Finding(condition=f"with gradients: {fast}")
-        return found
+        caller = FORMS.of(type(owner)) or type(owner)
+        is_known = problem is not None or issubclass(caller, TransformerEncoderLayerMixin | EncoderBlockMixin)
+        return Finding() if is_known else Finding(condition=condition)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
@@ -146,32 +146,6 @@ class MultiheadAttentionMixin(FusedModule):
         mixed = attention_qkvpacked(qkv, backend=self.vit_fast_backend).flatten(2)
         mixed = F.linear(mixed, self.out_proj.weight, self.out_proj.bias)
         return (mixed if self.batch_first else mixed.transpose(0, 1)), None
-
-
-def _examine_calls(calls: Sequence[Call], obstacles: Callable[[Call], list[str]], condition: str) -> Finding:
-    """Inspects calls; `obstacles` returns the unsupported arguments of a call, and "" for one that may be one."""
-    found = [(call.method, obstacles(call)) for call in calls]
-    if any(not names for _, names in found):
-        return Finding(notes=["calls with masks run torch's forward"])
-    if found and all(any(names) for _, names in found):
-        texts = [f"{method} calls it with {', '.join(filter(None, names))}" for method, names in found]
-        return Finding([f"{text}, for which torch's forward runs" for text in dict.fromkeys(texts)])
-    return Finding(condition=condition)
-
-
-def _given(call: Call, *names: str) -> list[str]:
-    given = [(name, call.is_given(name)) for name in names]
-    return [name if is_given else "" for name, is_given in given if is_given is not False]
-
-
-def _obstacles(call: Call) -> list[str]:
-    weights = call.value("need_weights", default=True)
-    found = [] if weights is False else ["need_weights=True (the default)" if weights is True else ""]
-    found += _given(call, "attn_mask", "key_padding_mask", "is_causal")
-    for name in ("key", "value"):
-        same = call.are_same("query", name)
-        found += [] if same else [f"another tensor as {name}" if same is False else ""]
-    return found
 
 
 def _read_attention(block: Reader, name: str, norm: str, dropout: str) -> AttentionParts | None:
@@ -201,10 +175,10 @@ class TransformerEncoderLayerMixin(FusedNormMlp):
         return block.mlp("norm2", "linear1", "activation", "linear2", dropouts=("dropout", "dropout2"))
 
     @classmethod
-    def examine_calls(cls, model: nn.Module, name: str) -> Finding:
-        masks = ("src_mask", "src_key_padding_mask", "is_causal")
-        calls = calls_of(model, name)  # without any, e.g. in a Sequential, the layer gets no mask
-        return _examine_calls(calls, lambda call: _given(call, *masks), "without masks") if calls else Finding()
+    def examine_call(cls, owner: nn.Module, problem: str | None) -> Finding:
+        if problem:
+            return Finding([f"{problem}: it runs fused only without masks"])
+        return Finding(notes=["calls with masks run torch's forward"])
 
     def is_idle(self) -> bool:
         return False  # torch's fast path would not call the attention layer

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..blocks.fused import FusedModule
 from ..blocks.parts import Slot
-from ..errors import UnsupportedInputError
 
 
 class UnreadableError(Exception):
@@ -187,7 +186,7 @@ def capture(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -
     given = x.clone()
     try:
         graph = Graph(module, forward, x)
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, UnsupportedInputError) as error:
+    except Exception as error:  # of the forward, e.g. an assertion about shapes
         raise UnreadableError(f"its forward cannot be captured: {error}") from error
     after = [tensor for part in module.modules() for tensor in tensors_in(part)]
     if len(before) != len(after) or not all(map(torch.equal, before, after)) or not torch.equal(given, x):

@@ -120,6 +120,7 @@ class Found:
     is_read: bool = False  # False without an example
     recipes: dict[nn.Module, Recipe] = field(default_factory=dict)
     reasons: dict[nn.Module, str] = field(default_factory=dict)
+    problems: dict[nn.Module, str] = field(default_factory=dict)  # of the call of each module that ran; "" if none
     cores: Counter[nn.Module] = field(default_factory=Counter)  # softmax attention computed in a module
     own: Counter[nn.Module] = field(default_factory=Counter)  # of these, not in one of its submodules
 
@@ -178,6 +179,7 @@ def read_model(model: nn.Module, example: Any, is_known: Callable[[nn.Module], b
     """
     found = Found(is_read=True)
     records = _recorded(model, example, found)
+    found.problems = {module: record.problem for module, record in records.items()}
     known: dict[Any, list[tuple[Any, Recipe | UnreadableError]]] = {}
 
     def visit(module: nn.Module) -> None:
@@ -264,6 +266,8 @@ def _read_once(
         return result
     except UnreadableError as error:
         return error
+    except Exception as error:
+        return UnreadableError(f"its forward fails on other inputs than the example: {error}")
 
 
 def _rebound(module: nn.Module, recipe: Recipe, x: Tensor) -> Recipe:
