@@ -70,7 +70,7 @@ def test_other_calls_are_conditional_without_an_example() -> None:
     report = vit_fast.fuse(Caller("x", "x", need_weights=False), "sdpa")
     assert [row.name for row in report.conditional] == ["attn"] and not report.fused
     assert "conditional  fused if called with need_weights=False, one tensor as" in str(report)
-    with pytest.raises(vit_fast.UnsupportedInputError, match="(?s)fused if called with need_weights=False.*example="):
+    with pytest.raises(vit_fast.UnsupportedInputError, match=r"(?s)fused if called with need_weights=False.*example="):
         report.require_all()
 
 
