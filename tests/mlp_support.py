@@ -117,8 +117,8 @@ def make_case(
         fc1_weight=normal(F, C, scale=C**-0.5), fc1_bias=normal(F, scale=0.1),
         fc2_weight=normal(C, F, scale=F**-0.5), fc2_bias=normal(C, scale=0.1), scale2=normal(C, scale=0.3, shift=0.5),
     )  # fmt: skip
-    if norm == "rms_norm":
-        t = t._replace(norm2_bias=None)
+    if norm != "layer_norm":
+        t = t._replace(norm2_bias=None, norm2_weight=t.norm2_weight if norm == "rms_norm" else None)
     if gated:
         t = t._replace(gate_weight=normal(F, C, scale=C**-0.5), gate_bias=normal(F, scale=0.1))
     if inner_norm is not None:

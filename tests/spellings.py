@@ -207,9 +207,40 @@ class Residuals(nn.Sequential):
         super().__init__(Residual(width, SelfAttention(width, heads)), Residual(width, mlp))
 
 
+class PostNorm(nn.Module):
+    """norm(x + f(x)), as in BERT and nn.TransformerEncoderLayer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention, self.norm1, self.norm2 = SelfAttention(width, heads), nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 96), nn.GELU(), nn.Linear(96, width), nn.Dropout(0.1))
+        self.drop_path, self.gamma = DropPath(0.1), nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.attention(x))
+        return self.norm2(x + self.mlp(x))
+
+
+class NormedBranch(PostNorm):
+    """x + norm(f(x)), as in Swin v2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path(self.norm1(self.attention(x)))
+        return x + self.drop_path(self.norm2(self.mlp(x)))
+
+
+class NormedResidual(PostNorm):
+    """The second residual is the normed input, as in CCT."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm2(x + self.drop_path(self.attention(self.norm1(x))))
+        return x + self.drop_path(self.gamma * self.mlp(x))
+
+
 BLOCKS: list[Any] = [
     Packed, HeadsFirst, ChannelsFirst, Separate, Einsum, Tutorial, SequenceFirst, Flat, Residuals,
 ]  # fmt: skip
+OTHER_BLOCKS: list[Any] = [PostNorm, NormedBranch, NormedResidual]  # not pre-norm blocks
 
 
 class Net(nn.Module):

@@ -24,6 +24,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "LayerNorm": {},
     "RMSNorm": {"norm": "rms_norm"},
     "gated": GATED,
+    "plain": {"norm": "none"},
+    "plain, gated": GATED | {"norm": "none"},
     "RMSNorm, gated": GATED | {"norm": "rms_norm"},
     "norm inside": {"inner_norm": "layer_norm"},
     "gated, norm inside": GATED | {"inner_norm": "layer_norm"},

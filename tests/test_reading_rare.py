@@ -52,7 +52,7 @@ def test_rare_inputs_give_the_same_outputs() -> None:
         original = nn.Sequential(block(32, 4), block(32, 4)).eval()
         model = copy.deepcopy(original)
         report = vit_fast.fuse(model, "eager", example=(x := torch.randn(2, 20, 32)))
-        assert bool(report.fused) is (block is Branches), str(report)
+        assert any("attention" in row.part for row in report.fused) is (block is Branches), str(report)
         for given in (x, x[:1], x * 1e3, x.transpose(0, 1).contiguous().transpose(0, 1), x / 0 * 0):
             torch.testing.assert_close(model(given), original(given), equal_nan=True)
         with torch.autocast("cpu"):

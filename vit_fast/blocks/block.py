@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -27,7 +28,20 @@ from ..ops.registration import constant_to_compiler, is_exporting, matmul_dtype,
 from .fp8_scales import PLACE
 from .frozen import Frozen, ReshapedError
 from .packed import Packed, packed_for, packing_reasons, run_packed
-from .parts import AttentionParts, BlockParts, MlpParts, Outline, block_tensors, built, outline, sources, tensor_of
+from .parts import (
+    NO_NORM,
+    AttentionParts,
+    BlockParts,
+    Half,
+    MlpParts,
+    NormParts,
+    Outline,
+    block_tensors,
+    built,
+    outline,
+    sources,
+    tensor_of,
+)
 from .plain import is_touched
 from .token_facts import NOTHING, TokenFacts, VersionsCounted, recall, remember
 
@@ -70,6 +84,8 @@ def runs_whole(parts: BlockParts, backend: str | None = None) -> bool:
     """True if one operator can run both halves now, with this backend (None: any backend)."""
     attention, mlp = parts.attention, parts.mlp
     if attention is None or mlp is None or attention.norm.kind != mlp.norm.kind:
+        return False
+    if not attention.is_pre_norm or not mlp.is_pre_norm:
         return False
     if backend is not None:
         emulated = parts.fp8 is not None and parts.fp8.emulated  # runs on any device
@@ -132,40 +148,55 @@ def _run_fused(
     return (x + half.drop_path(y), None) if dropping else (y, emitted)
 
 
-def run_attention(parts: AttentionParts, x: Tensor, backend: str, residual: bool = True) -> Tensor:
-    """Runs an attention half without rotary embeddings on [B, N, C]; `parts.norm` may be None."""
-    dropping, norm = parts.drops_path(), parts.norm
-    residual = residual and not dropping
+def run_attention(parts: AttentionParts, x: Tensor, backend: str) -> Tensor:
+    """Runs an attention half without rotary embeddings on [B, N, C]."""
+    x, norm, inside = _begun(parts, x)
     terms = None if parts.terms is None else parts.terms.now(x.device)
-    if norm is not None and resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
+    if norm.kind != "none" and resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
         y = fused_block(
             x, None, block_tensors(parts, None), eps=(norm.eps, 0.0), norm=norm.kind, heads=parts.num_heads,
             attention_scale=parts.scale, qk_norm=None if parts.qk_norm is None else parts.qk_norm.now(),
-            terms=terms, residual=residual,
+            terms=terms, residual=inside,
         )[0]  # fmt: skip
     else:
-        normed = x if norm is None else reference.normalize(x, norm.now())
-        qkv = F.linear(normed, *parts.qkv.tensors()).unflatten(-1, (3, parts.num_heads, -1))
+        qkv = F.linear(reference.normalize(x, norm.now()), *parts.qkv.tensors()).unflatten(-1, (3, parts.num_heads, -1))
         if parts.qk_norm is not None:
             qkv = qk_norm_rope(qkv, qk_norm=parts.qk_norm.now(), backend=backend)
         mixed = attention_among(qkv, None, scale=parts.scale, terms=terms, backend=backend).flatten(2)
         weight, bias, layer_scale = parts.with_scale(parts.proj)
         y = F.linear(mixed, weight, bias)
         y = y if layer_scale is None else y * layer_scale
-        y = x + y if residual else y
-    return x + parts.drop_path(y) if dropping else y
+        y = x + y if inside else y
+    return _ended(parts, x, y, inside)
 
 
-def run_mlp(parts: MlpParts, x: Tensor, backend: str, residual: bool = True) -> Tensor:
-    """Runs norm and MLP, by default with residual, the second half of a block, [..., C] -> [..., C]."""
-    dropping = parts.drops_path()
-    tensors, eps = block_tensors(None, parts), parts.norm.eps
-    options: dict[str, Any] = {"norm": parts.norm.kind, "activation": parts.activation, "inner_norm": parts.inner}
+def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
+    """Runs an MLP half, [..., C] -> [..., C]."""
+    x, norm, inside = _begun(parts, x)
+    tensors = block_tensors(None, replace(parts, norm=norm) if norm is not parts.norm else parts)
+    options: dict[str, Any] = {"norm": norm.kind, "activation": parts.activation, "inner_norm": parts.inner}
     if resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
-        y = fused_block(x, None, tensors, eps=(0.0, eps), residual=residual and not dropping, **options)[0]
+        y = fused_block(x, None, tensors, eps=(0.0, norm.eps), residual=inside, **options)[0]
     else:
-        y = reference.layer_norm_mlp(x, tensors, eps=eps, residual=residual and not dropping, **options)
-    return x + parts.drop_path(y) if dropping else y
+        y = reference.layer_norm_mlp(x, tensors, eps=norm.eps, residual=inside, **options)
+    return _ended(parts, x, y, inside)
+
+
+def _begun(parts: Half, x: Tensor) -> tuple[Tensor, NormParts, bool]:
+    """Returns the tokens to add, the norm to apply to them, and True if the operator adds them."""
+    inside = parts.residual != "none" and parts.branch_norm.kind == "none" and not parts.drops_path()
+    if parts.residual == "normed":
+        return reference.normalize(x, parts.norm.now()), NO_NORM, inside
+    return x, parts.norm, inside
+
+
+def _ended(parts: Half, x: Tensor, y: Tensor, inside: bool) -> Tensor:
+    """Applies norms, drop path and residual to the branch y; the operator has added x if `inside`."""
+    y = reference.normalize(y, parts.branch_norm.now())
+    if parts.drops_path():
+        y = parts.drop_path(y)
+    y = x + y if parts.residual != "none" and not inside else y
+    return reference.normalize(y, parts.end_norm.now())
 
 
 def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Rope | None, Tensor | None]:
@@ -217,6 +248,8 @@ def _freeze_reasons(parts: BlockParts, backend: str) -> list[str]:
         return why or ["fuse does not run the attention of this class as part of a block"]
     if runs_whole(parts, backend):
         return []
+    if not attention.is_pre_norm or not mlp.is_pre_norm:
+        return ["it is not a pre-norm block"]
     reasons = [] if backend != "eager" else ["the backend must be 'triton' or 'sdpa', got 'eager'"]
     if attention.module.vit_fast_backend != backend:
         reasons.append(f"attention runs with backend {attention.module.vit_fast_backend}, norm + MLP with {backend}")

@@ -31,7 +31,7 @@ class NormParts:
 
     weight: Slot | None
     bias: Slot | None
-    kind: str  # "layer_norm" or "rms_norm"
+    kind: str  # "layer_norm", "rms_norm" or "none"
     eps: float
 
     @property
@@ -43,6 +43,9 @@ class NormParts:
 
     def now(self) -> Norm:
         return Norm(*self.tensors(), self.eps, self.kind)
+
+
+NO_NORM = NormParts(None, None, "none", 0.0)
 
 
 @dataclass(frozen=True)
@@ -156,12 +159,21 @@ class TermParts:
 
 @dataclass(frozen=True)
 class Half:
-    """Parts that both halves of a block have."""
+    """Parts that both halves of a block have: end_norm(residual + drop_path(branch_norm(branch of norm(x))))."""
 
     norm: NormParts
     layer_scale: Slot | None  # vector [C], or None
     drop_path: Any = field(compare=False)  # a module with drop_prob, or None
     dropouts: tuple[Slot, ...] = field(compare=False)  # dropout probabilities in training
+    residual: str = field(default="tokens", kw_only=True)  # "tokens" for x, "normed" for norm(x), or "none"
+    branch_norm: NormParts = field(default=NO_NORM, kw_only=True)
+    end_norm: NormParts = field(default=NO_NORM, kw_only=True)
+
+    @property
+    def is_pre_norm(self) -> bool:
+        """True for x + drop_path(branch of norm(x)), which the operator of a whole block computes."""
+        has_norms = self.norm.kind != "none", self.branch_norm.kind != "none", self.end_norm.kind != "none"
+        return has_norms == (True, False, False) and self.residual == "tokens"
 
     def drops(self) -> bool:
         """Returns True if dropout is active."""
@@ -358,7 +370,10 @@ def _built(block: Any, node: Node) -> Any:
     if kind == "value":
         return content
     inner = [_built(block, each) for each in content]
-    return tuple(inner) if kind == "tuple" else _CLASSES[kind](*inner)
+    if kind == "tuple":
+        return tuple(inner)
+    cls = _CLASSES[kind]
+    return cls(**dict(zip(cls.__dataclass_fields__, inner)))
 
 
 def _at(block: Any, path: Path) -> Any:

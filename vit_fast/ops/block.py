@@ -63,7 +63,8 @@ def fused_block(
         statistics: LayerNorm statistics of x from the previous block; None to compute them. Ignored if x is fp32.
         tensors: The parameters, in fp32 or the dtype of the matmuls (`registration.matmul_dtype`). A half whose
             parameters are None is skipped. For inference of a whole block, `fold` can fold the parameters first.
-        eps, norm: Epsilons and kind of norm1 and norm2. inner_norm: Kind and epsilon of a norm before fc2.
+        eps, norm: Epsilons and kind of norm1 and norm2. The MLP half alone also supports "none", without a norm.
+        inner_norm: Kind and epsilon of a norm before fc2.
         terms: Bias, window mask and windows of the attention; a scale per head replaces attention_scale.
         residual: True adds x to the output of a half; must be True for a whole block.
         next_statistics: True to return LayerNorm statistics of the output, for the next block.
@@ -187,6 +188,9 @@ def _norm_input(
 ) -> NormInput:  # fmt: skip
     from ..kernels import layer_norm
 
+    if s.norm == "none":  # like normalized fp32 tokens, which the epilogue of the matmul does not normalize
+        ones = torch.ones(1, tokens.shape[0], dtype=torch.float32, device=tokens.device)
+        return layer_norm.NormInput(tokens.to(s.dtype), ones)
     if factor is None:
         return layer_norm.norm_input(tokens, eps, statistics, s.dtype, linear.weight_sum is None)
     if tokens_fp8 is None or statistics is None:
@@ -311,7 +315,7 @@ def _fake(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *sett
     saved: dict[str, Tensor] = {}
     for half in "12":
         saved[f"norm{half}_input"] = x.new_empty((M, C), dtype=s.dtype)
-        saved[f"statistics{half}"] = x.new_empty((1 if fp32 else 2, M), dtype=torch.float32)
+        saved[f"statistics{half}"] = x.new_empty((1 if fp32 or s.norm == "none" else 2, M), dtype=torch.float32)
     if t.qkv_weight is not None:
         (B, N, _), D = x.shape, t.qkv_weight.shape[0] // (3 * s.heads)
         saved["qkv"], saved["before_norm"] = (x.new_empty((B, N, 3, s.heads, D), dtype=s.dtype) for _ in range(2))

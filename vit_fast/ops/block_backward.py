@@ -107,7 +107,7 @@ def normed_linears(t: Any, norm: str, inner_norm: str, rope_head: int = 0) -> di
     """Returns the linear layers that follow a norm: qkv, fc1 and, with an inner norm, fc2. `rope_head`: see `fold`."""
     from ..kernels.linear.folding import NormedLinear
 
-    linears, rms = {}, norm == "rms_norm"
+    linears, rms = {}, norm != "layer_norm"
     if t.qkv_weight is not None:
         linears["qkv"] = NormedLinear(t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, rms, rope_head=rope_head)
     if t.fc1_weight is not None:
@@ -160,6 +160,8 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         d_fc1, row_part, sums["fc1"], h = linear.activation_gradient(
             dy, scaled["fc2"], saved.z, norm_input, folded, s.activation, gated, saved.hidden, along
         )
+        if s.norm == "none":  # then the mean of dz * (z - c) has no effect on the input
+            row_part.zero_()
         # `narrow` is `stream` in the dtype of the matmuls; the gradients of proj are computed from it
         stream, narrow = linear.input_gradient(
             d_fc1, row_part, norm_input, folded, stream if s.residual else None, t.qkv_weight is not None

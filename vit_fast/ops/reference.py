@@ -56,7 +56,9 @@ def score_bias(terms: ScoreTerms, batch: int) -> Tensor | None:
 
 
 def normalize(x: Tensor, norm: Norm) -> Tensor:
-    """Computes LayerNorm or RMSNorm over the last dimension."""
+    """Computes LayerNorm or RMSNorm over the last dimension; returns x for the kind "none"."""
+    if norm.kind == "none":
+        return x
     if norm.kind == "rms_norm":
         return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
     return F.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.eps)

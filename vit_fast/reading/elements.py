@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..blocks.parts import NormParts, Slot, tensor_at
+from ..blocks.parts import NO_NORM, NormParts, Slot, tensor_at
 from ..ops import reference
 from .capture import Graph, UnreadableError, operator_of
 
@@ -97,11 +97,11 @@ class Vectors:
             found += numbers
         return [*dict.fromkeys(found), 1e-30]  # the last for norms without epsilon: zeros stay zeros
 
-    def _normed(self, x: Tensor, linear: Linear, before: fx.Node, what: str) -> NormParts | None:
-        """Returns the norm before a linear layer; None if the layer reads x itself."""
+    def _normed(self, x: Tensor, linear: Linear, before: fx.Node, what: str) -> NormParts:
+        """Returns the norm before a linear layer."""
         target = self.values[linear.x]
         if same_tokens(x, target):
-            return None
+            return NO_NORM
         norm = self._norm(x, target, before, linear.x)
         if norm is None:
             raise UnreadableError(f"the input of its {what} is not a LayerNorm or RMSNorm of the tokens")

@@ -24,21 +24,15 @@ class Recipe:
 
     attention: Node
     mlp: Node
-    residual: bool
     layout: str
+    kind: str  # the parts, for the report
     call: Call
     shape: tuple[int | None, ...]  # of the tokens; None for sizes that the forward does not depend on
     dtypes: tuple[torch.dtype, ...]
     trains: bool  # True if training mode computes the same as evaluation mode, apart from dropout
 
-    @property
-    def kind(self) -> str:
-        """Returns the parts, for the report."""
-        has_attention, has_mlp = self.attention[1] is not None, self.mlp[1] is not None
-        return ", ".join(["attention"] * has_attention + ["norm + MLP"] * has_mlp)
-
     def reading(self, module: nn.Module) -> Reading:
-        return Reading(attached(module, self.attention), attached(module, self.mlp), self.residual, self.layout)
+        return Reading(attached(module, self.attention), attached(module, self.mlp), self.layout)
 
 
 class ReadModule(FusedNormMlp):
@@ -95,14 +89,13 @@ class ReadModule(FusedNormMlp):
         if parts is None or self._drops(parts):
             return super().forward(*args, **kwargs)
         recipe = self.vit_fast_recipe
-        reading = Reading(parts.attention, parts.mlp, recipe.residual, recipe.layout)
-        y, backend = reading.batched(x), self.vit_fast_backend
-        if parts.attention is not None and parts.mlp is not None:
-            y = self.run_as_block(parts, y, functools.partial(run_attention, parts.attention, backend=backend))
-        elif parts.attention is not None:
-            y = run_attention(parts.attention, y, backend, recipe.residual)
-        elif parts.mlp is not None:
-            y = run_mlp(parts.mlp, y, backend, recipe.residual)
+        reading = Reading(parts.attention, parts.mlp, recipe.layout)
+        y, backend, (attention, mlp) = reading.batched(x), self.vit_fast_backend, parts.halves
+        if attention is not None and mlp is not None and attention.is_pre_norm and mlp.is_pre_norm:
+            y = self.run_as_block(parts, y, functools.partial(run_attention, attention, backend=backend))
+        else:
+            y = y if attention is None else run_attention(attention, y, backend)
+            y = y if mlp is None else run_mlp(mlp, y, backend)
         return recipe.call.returned(reading.restored(y, x))
 
     def _is_captured(self, x: Any) -> bool:
@@ -129,25 +122,6 @@ class ReadModule(FusedNormMlp):
         return _new, (type(self).original, self.kind), self.__dict__
 
 
-class ReadBlock(ReadModule):
-    """A pre-norm block that was read by its computation."""
-
-    kind = "attention, norm + MLP"
-
-
-class ReadAttention(ReadModule):
-    """An attention layer that was read by its computation, possibly with a norm before and a residual."""
-
-    kind = "attention"
-
-
-class ReadMlp(ReadModule):
-    """An MLP with the norm before it that was read by its computation, possibly with a residual."""
-
-    kind = "norm + MLP"
-
-
-_MIXINS = {form.kind: form for form in (ReadBlock, ReadAttention, ReadMlp)}
 _FORMS: dict[tuple[type[nn.Module], str], type[FusedModule]] = {}
 
 
@@ -170,8 +144,9 @@ def hidden_name(module: nn.Module) -> str | None:
 def form_of(original: type[nn.Module], kind: str) -> type[FusedModule]:
     """Returns the fused class of a class; creates it at the first call."""
     if (original, kind) not in _FORMS:
-        about = {"__module__": __name__, "__qualname__": f"Fused{original.__name__}", "__doc__": _MIXINS[kind].__doc__}
-        _FORMS[original, kind] = type(f"Fused{original.__name__}", (_MIXINS[kind], original), about)
+        name = f"Fused{original.__name__}"
+        about = {"__module__": __name__, "__qualname__": name, "__doc__": ReadModule.__doc__, "kind": kind}
+        _FORMS[original, kind] = type(name, (ReadModule, original), about)
     return _FORMS[original, kind]
 
 

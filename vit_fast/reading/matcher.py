@@ -10,12 +10,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..blocks.parts import AttentionParts, LinearParts, MlpParts, QkNormParts, TermParts, block_tensors, tensor_at
+from ..blocks.parts import (
+    NO_NORM,
+    AttentionParts,
+    LinearParts,
+    MlpParts,
+    QkNormParts,
+    TermParts,
+    block_tensors,
+    tensor_at,
+)
 from ..ops import reference
 from ..ops.attention import attention_among
 from ..ops.descriptions import QkNorm
@@ -23,17 +32,17 @@ from .capture import Graph, UnreadableError, operator_of
 from .elements import TOLERANCE, Linear, Vectors, cores_of, is_equal, linears_of, same_tokens
 from .terms import terms_of
 
+Parts = TypeVar("Parts", AttentionParts, MlpParts)
 NORM_ENDS = {"layer_norm", "rms_norm", "mul", "add", "div"}  # operators that may be the last one of a norm
 LAYOUTS = {3: ("[B, N, C]", "[N, B, C]"), 4: ("[B, H, W, C]",)}  # of a module's input, by its number of dimensions
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The parts of a module that maps tokens to tokens; a single half adds its input if `residual`."""
+    """The parts of a module that maps tokens to tokens."""
 
     attention: AttentionParts | None
     mlp: MlpParts | None
-    residual: bool
     layout: str
 
     def batched(self, x: Tensor) -> Tensor:
@@ -41,6 +50,18 @@ class Reading:
         if self.layout == "[N, B, C]":
             return x.transpose(0, 1)
         return x.flatten(1, 2) if self.layout == "[B, H, W, C]" else x
+
+    @property
+    def kind(self) -> str:
+        """Returns the parts, for the report."""
+        mlp = None if self.mlp is None else "MLP" if self.mlp.norm.kind == "none" else "norm + MLP"
+        return ", ".join(filter(None, ("attention" if self.attention else None, mlp)))
+
+    def base(self, x: Tensor) -> Tensor | float:
+        """Returns what a small branch is added to, so that errors can be compared with the branch."""
+        halves = [half for half in (self.attention, self.mlp) if half is not None]
+        plain = all(half.residual == "tokens" and half.end_norm.kind == "none" for half in halves)
+        return x if plain else 0.0
 
     def restored(self, y: Tensor, x: Tensor) -> Tensor:
         """Undoes `batched` for the output y of an input x."""
@@ -56,7 +77,7 @@ def read_graph(graph: Graph, root: nn.Module) -> Reading:
     first = None
     for layout in LAYOUTS.get(x.dim(), ()) if matcher.cores else ("[..., C]",):
         try:
-            return matcher.read(Reading(None, None, False, layout))
+            return matcher.read(Reading(None, None, layout))
         except UnreadableError as error:
             first = first or error
     raise first or UnreadableError(f"its tokens must be [B, N, C], [N, B, C] or [B, H, W, C], got {tuple(x.shape)}")
@@ -78,50 +99,65 @@ class Matcher(Vectors):
     def read(self, reading: Reading) -> Reading:
         x = reading.batched(self.values[self.graph.input])
         if not self.cores:
-            return self._read_end(reading, x, self.graph.input, self.linears, None)
+            mlp, branch, end = self._mlp(x, self.graph.input, self.linears)
+            return replace(reading, mlp=self._ended(mlp, x, branch, end))
         attention, branch, proj = self._attention(x)
         after = [each for each in self.linears if proj.node in self.graph.ancestors[each.node]]
-        return self._read_end(replace(reading, attention=attention), x, proj.node, after, branch)
-
-    def _read_end(
-        self, reading: Reading, x: Tensor, node: fx.Node, after: Sequence[Linear], branch: Tensor | None
-    ) -> Reading:
-        """Reads what follows the output projection: LayerScale, residual, and the MLP."""
-        if branch is None:
-            mlp, y, end = self._mlp(x, node, after)
-            return self._with_residual(replace(reading, mlp=mlp), x, y, end)
         if not after:
-            return self._with_residual(reading, x, branch, node)
+            return replace(reading, attention=self._ended(attention, x, branch, proj.node))
         problem = None
-        for scale in self._scales(node, after[0].x, x.shape[-1]):
-            middle = x + (branch if scale is None else branch * tensor_at(scale))
+        for half, middle, node in self._sums(attention, x, branch, proj.node, after[0].x):
             try:
-                mlp, y, end = self._mlp(middle, node, after)
+                mlp, branch, end = self._mlp(middle, node, after)
+                return replace(reading, attention=half, mlp=self._ended(mlp, middle, branch, end))
             except UnreadableError as error:
                 problem = problem or error
-                continue
-            attention = replace(reading.attention, layer_scale=scale)  # type: ignore[type-var]
-            return self._with_residual(replace(reading, attention=attention, mlp=mlp), middle, y, end)
-        raise problem or UnreadableError("no residual")
+        raise problem or self._no_sum(attention, proj.node)
 
-    def _with_residual(self, reading: Reading, x: Tensor, branch: Tensor, node: fx.Node) -> Reading:
-        for scale in self._scales(node, self.last, x.shape[-1]):
+    def _sums(
+        self, half: Parts, x: Tensor, branch: Tensor, node: fx.Node, end: fx.Node
+    ) -> Iterator[tuple[Parts, Tensor, fx.Node]]:
+        """Yields a half with LayerScale, norm of the branch and residual, the sum in the graph, and its node."""
+        path = [node, *self.graph.path(node, end)]
+        bases: list[tuple[str, Tensor | float]] = [("tokens", x), ("none", 0.0)]
+        if half.norm.kind != "none":
+            bases.insert(1, ("normed", reference.normalize(x, half.norm.now())))
+        for scale in self._scales(node, end, x.shape[-1]):
             scaled = branch if scale is None else branch * tensor_at(scale)
-            half = "attention" if reading.mlp is None else "mlp"
-            for y, residual in ((x, True), (None, False)):
-                if same_tokens(scaled if y is None else y + scaled, self.output):
-                    whole = reading.attention is not None and reading.mlp is not None
-                    if whole and not residual:
-                        continue
-                    parts = replace(getattr(reading, half), layer_scale=scale)
-                    return replace(reading, **{half: parts}, residual=residual)
-        what = "MLP" if reading.mlp is not None else "attention"
+            norms = (self._norm(scaled, self.values[each], node, each) for each in path[1:] if self._ends_norm(each))
+            for norm in itertools.chain([NO_NORM], filter(None, norms)):
+                normed = reference.normalize(scaled, norm.now())
+                for residual, base in bases:
+                    y = base + normed
+                    at = next((each for each in path if self._holds(each, y)), None)
+                    if at is not None:
+                        yield replace(half, layer_scale=scale, residual=residual, branch_norm=norm), y, at
+
+    def _ended(self, half: Parts, x: Tensor, branch: Tensor, node: fx.Node) -> Parts:
+        """Returns a half whose output is the output of the module, possibly after a norm."""
+        for found, y, at in self._sums(half, x, branch, node, self.last):
+            if same_tokens(y, self.output):
+                return found
+            end = self._norm(y, self.output, at, self.last)
+            if end is not None and found.residual != "none":
+                return replace(found, end_norm=end)
+        raise self._no_sum(half, node)
+
+    def _no_sum(self, half: Parts, node: fx.Node) -> UnreadableError:
+        what = "MLP" if isinstance(half, MlpParts) else "attention"
         follows = sorted(
             {operator_of(each) for each in self.graph.path(node, self.last)}
             & {"layer_norm", "rms_norm", "batch_norm", "convolution", "conv2d"}
         )
         detail = f": {', '.join(follows)} follows" if follows else ""
-        raise UnreadableError(f"its output is not the residual sum of its input and the {what}{detail}")
+        return UnreadableError(f"its output is not the residual sum of its input and the {what}{detail}")
+
+    def _holds(self, node: fx.Node, tokens: Tensor) -> bool:
+        value = self.values[node]
+        return isinstance(value, Tensor) and value.dim() > 0 and same_tokens(tokens, value)
+
+    def _ends_norm(self, node: fx.Node) -> bool:
+        return operator_of(node) in NORM_ENDS
 
     # attention
 
@@ -137,7 +173,7 @@ class Matcher(Vectors):
         if not all(is_equal(self.values[each.x], self.values[first.x]) for part in sources for each in part):
             raise UnreadableError("its q, k and v are linear layers of different tokens")
         norm = self._normed(x, first, graph.input, "q, k and v")
-        normed = x if norm is None else reference.normalize(x, norm.now())
+        normed = reference.normalize(x, norm.now())
         if changes := "; ".join(dict.fromkeys(filter(None, (core.changes for core in cores)))):
             problem = f"its scores are changed before the softmax ({changes}), e.g. by a bias or mask"
         else:
@@ -162,7 +198,7 @@ class Matcher(Vectors):
                     continue
                 width = projected.shape[-1]
                 attention = AttentionParts(
-                    norm=norm, layer_scale=None, drop_path=None, dropouts=(), module=self.root, qkv=qkv,  # type: ignore[arg-type]
+                    norm=norm, layer_scale=None, drop_path=None, dropouts=(), module=self.root, qkv=qkv,
                     num_heads=heads, scale=None if abs(scale * width**0.5 - 1) < TOLERANCE else scale,
                     proj=_owner(proj, "its output projection"), qk_norm=qk_norm, terms=term,
                 )  # fmt: skip
@@ -229,8 +265,6 @@ class Matcher(Vectors):
             raise UnreadableError(f"its MLP must have two or three linear layers, got {len(linears)}")
         *firsts, fc2 = linears
         norm = self._normed(x, firsts[0], before, "MLP")
-        if norm is None:
-            raise UnreadableError("no norm precedes its MLP")
         if len(firsts) == 2 and not is_equal(self.values[firsts[0].x], self.values[firsts[1].x]):
             raise UnreadableError("the linear layers of its MLP read different tokens")
         for activation, parts, hidden in self._hidden(firsts):
@@ -248,7 +282,7 @@ class Matcher(Vectors):
         names = ", ".join(reference.ACTIVATIONS)
         raise UnreadableError(f"its MLP computes none of {names} between its linear layers, plain or as a gate")
 
-    def _hidden(self, firsts: Sequence[Linear]) -> Iterator[tuple[str, dict[str, LinearParts], Tensor]]:
+    def _hidden(self, firsts: Sequence[Linear]) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
         values = [self.values[each.node] for each in firsts]
         layers = [LinearParts(each.weights, each.biases, each.half()) for each in firsts]
         if len(firsts) == 1 and values[0].shape[-1] % 2 == 0 and layers[0].chunk is None:

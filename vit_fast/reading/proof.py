@@ -23,9 +23,9 @@ def run_reading(reading: Reading, x: Tensor, backend: str) -> Tensor:
     """Computes the module from its parts. Keeps the module's layout."""
     y = reading.batched(x)
     if reading.attention is not None:
-        y = run_attention(reading.attention, y, backend, reading.residual)
+        y = run_attention(reading.attention, y, backend)
     if reading.mlp is not None:
-        y = run_mlp(reading.mlp, y, backend, reading.residual)
+        y = run_mlp(reading.mlp, y, backend)
     return reading.restored(y, x)
 
 
@@ -45,7 +45,7 @@ def prove(copied: nn.Module, call: Call, reading: Reading, shape: tuple[int, ...
         y = run(given)
         weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=y.dtype)
         gradients = torch.autograd.grad((y * weight).sum(), [given, *parameters], allow_unused=True)
-        results.append([y.detach() - x if reading.residual else y.detach(), *gradients])
+        results.append([y.detach() - reading.base(x), *gradients])
     names = ["outputs", "gradients of its tokens", *(f"gradients of {name}" for name, _ in copied.named_parameters())]
     for name, a, b in zip(names, *results):
         if (a is None) is not (b is None) or (a is not None and not _is_near(b, a, 10 * LIMITS[torch.float64])):
@@ -87,7 +87,7 @@ def proved_dtypes(copied: nn.Module, call: Call, reading: Reading, shape: tuple[
     for dtype, limit in LIMITS.items():
         copied._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # noqa: B023
         x = tokens_like(shape).to(dtype)
-        base = x if reading.residual else torch.zeros_like(x)
+        base = reading.base(x)
         try:
             y, expected = run_reading(reading, x, "eager"), call.run(copied, x)
         except (RuntimeError, TypeError):
@@ -126,20 +126,29 @@ def _training(copied: nn.Module) -> Iterator[None]:
 
 def with_drop_paths(copied: nn.Module, call: Call, reading: Reading, x: Tensor) -> Reading:
     """Adds the drop paths of the halves: where a module multiplied by 0 removes a half, it is the half's drop path."""
-    if not reading.residual or reading.layout == "[N, B, C]":
+    halves = {name: half for name in ("attention", "mlp") if (half := getattr(reading, name)) is not None}
+    if reading.layout == "[N, B, C]" or any(half.residual == "none" for half in halves.values()):
         return reading
-    halves = {name: getattr(reading, name) for name in ("attention", "mlp") if getattr(reading, name) is not None}
     with torch.no_grad():
         for part in [part for part, name in drop_slots(copied) if name == "drop_prob" and _drops_samples(part)]:
             hook = part.register_forward_hook(lambda _, __, output: output * 0)
             y = call.run(copied, x)
             hook.remove()
             for removed in [*([name] for name in halves), list(halves)]:
-                rest: Any = dict.fromkeys(removed)
-                if _is_near(y, run_reading(replace(reading, **rest), x, "eager"), LIMITS[torch.float64]):
-                    found = {name: replace(getattr(reading, name), drop_path=part) for name in removed}
+                without: Any = {name: replace(halves[name], drop_path=_Drops()) for name in removed}
+                if _is_near(y, run_reading(replace(reading, **without), x, "eager"), LIMITS[torch.float64]):
+                    found: Any = {name: replace(getattr(reading, name), drop_path=part) for name in removed}
                     reading = replace(reading, **found)
     return reading
+
+
+class _Drops(nn.Module):
+    """A drop path that drops every sample."""
+
+    drop_prob = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0
 
 
 def _drops_samples(part: Any) -> bool:

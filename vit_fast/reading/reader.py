@@ -99,7 +99,7 @@ def _proved(
     attention, mlp = detached(copied, reading.attention), detached(copied, reading.mlp)
     with torch.no_grad():
         dtypes = proved_dtypes(copied, call, reading, probe)
-    return Recipe(attention, mlp, reading.residual, reading.layout, call, allowed, dtypes, trains)
+    return Recipe(attention, mlp, reading.layout, reading.kind, call, allowed, dtypes, trains)
 
 
 @dataclass
@@ -110,7 +110,11 @@ class Record:
     problem: str  # why there is no `call`
     x: Tensor | None = None
     y: Any = None
-    training: bool = False
+
+    def equals(self, other: Record) -> bool:
+        """Returns True if tokens and output are equal."""
+        pairs = (self.x, other.x), (self.y, other.y)
+        return all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
 
 
 @dataclass
@@ -234,6 +238,8 @@ def _is_candidate(module: nn.Module, found: Found, records: dict[nn.Module, Reco
         inside = [part for part in module.modules() if part is not module and found.cores[part]]
         if any(part in records and records[part].x is not None for part in inside):
             return False
+    if any(child in records and records[module].equals(records[child]) for child in module.children()):
+        return False  # e.g. a Sequential of one block
     return 2 <= matrices <= 3 * cores + 6
 
 
@@ -281,9 +287,10 @@ def _rebound(module: nn.Module, recipe: Recipe, x: Tensor) -> Recipe:
 def _check_example(module: nn.Module, recipe: Recipe, record: Record) -> None:
     x, y = record.x, record.y
     assert x is not None
+    reading = recipe.reading(module)
     with torch.no_grad():
-        parts = run_reading(recipe.reading(module), x, "sdpa")
-    base = x if recipe.residual else torch.zeros_like(x)
+        parts = run_reading(reading, x, "sdpa")
+    base = reading.base(x)
     limit = EXAMPLE_LIMITS.get(x.dtype, 0.05)
     if not (parts - y).norm() <= limit * (y - base).norm() + 1e-6 * y.norm():
         raise UnreadableError("its parts were read, but their output on the example differs from that of the module")
