@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from vit_fast.reading.forms import ReadModule
 
 
 class Packed(nn.Module):
@@ -258,3 +262,20 @@ class Net(nn.Module):
             x = layer(x)
             x = x[0] if isinstance(x, tuple) else x
         return self.head(x.mean(1))
+
+
+def runs_fused(model: nn.Module, run: Callable[[], Any]) -> bool:
+    """Returns True if no module inside a fused module is called, except drop paths."""
+    called: set[nn.Module] = set()
+    original = nn.Module.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        called.add(self)
+        return original(self, *args, **kwargs)
+
+    fused = [each for each in model.modules() if isinstance(each, ReadModule)]
+    inside = {part for each in fused for part in each.modules() if part is not each and not hasattr(part, "drop_prob")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "__call__", call)
+        run()
+    return bool(fused) and not inside & called

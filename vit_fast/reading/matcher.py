@@ -8,32 +8,19 @@ linear layer's input. Tokens are compared in any order, because modules transpos
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..blocks.parts import (
-    NO_NORM,
-    AttentionParts,
-    LinearParts,
-    MlpParts,
-    QkNormParts,
-    TermParts,
-    block_tensors,
-    tensor_at,
-)
+from ..blocks.parts import NO_NORM, AttentionParts, MlpParts, tensor_at
 from ..ops import reference
-from ..ops.attention import attention_among
-from ..ops.descriptions import QkNorm
 from .capture import Graph, UnreadableError, operator_of
-from .elements import TOLERANCE, Linear, Vectors, cores_of, is_equal, linears_of, same_tokens
-from .terms import terms_of
+from .elements import same_tokens
+from .halves import NORM_ENDS, Halves
 
 Parts = TypeVar("Parts", AttentionParts, MlpParts)
-NORM_ENDS = {"layer_norm", "rms_norm", "mul", "add", "div"}  # operators that may be the last one of a norm
 LAYOUTS = {3: ("[B, N, C]", "[N, B, C]"), 4: ("[B, H, W, C]",)}  # of a module's input, by its number of dimensions
 
 
@@ -83,32 +70,28 @@ def read_graph(graph: Graph, root: nn.Module) -> Reading:
     raise first or UnreadableError(f"its tokens must be [B, N, C], [N, B, C] or [B, H, W, C], got {tuple(x.shape)}")
 
 
-class Matcher(Vectors):
+class Matcher(Halves):
     def __init__(self, graph: Graph, root: nn.Module) -> None:
-        super().__init__(graph)
-        self.root = root
-        self.linears, self.cores = linears_of(graph), list(cores_of(graph))
+        super().__init__(graph, root)
         outputs = [each for each in graph.nodes[-1].all_input_nodes if graph.is_live(each)]
         if len(outputs) != 1:
             raise UnreadableError(f"it returns {len(outputs)} tensors")
         self.output: Tensor = self.values[outputs[0]]
         self.last = outputs[0]
 
-    # the whole
-
     def read(self, reading: Reading) -> Reading:
         x = reading.batched(self.values[self.graph.input])
         if not self.cores:
-            mlp, branch, end = self._mlp(x, self.graph.input, self.linears)
+            mlp, branch, end = self.mlp_half(x, self.graph.input, self.linears)
             return replace(reading, mlp=self._ended(mlp, x, branch, end))
-        attention, branch, proj = self._attention(x)
+        attention, branch, proj = self.attention_half(x)
         after = [each for each in self.linears if proj.node in self.graph.ancestors[each.node]]
         if not after:
             return replace(reading, attention=self._ended(attention, x, branch, proj.node))
         problem = None
         for half, middle, node in self._sums(attention, x, branch, proj.node, after[0].x):
             try:
-                mlp, branch, end = self._mlp(middle, node, after)
+                mlp, branch, end = self.mlp_half(middle, node, after)
                 return replace(reading, attention=half, mlp=self._ended(mlp, middle, branch, end))
             except UnreadableError as error:
                 problem = problem or error
@@ -158,183 +141,3 @@ class Matcher(Vectors):
 
     def _ends_norm(self, node: fx.Node) -> bool:
         return operator_of(node) in NORM_ENDS
-
-    # attention
-
-    def _attention(self, x: Tensor) -> tuple[AttentionParts, Tensor, Linear]:
-        """Returns the attention half, its output before LayerScale, and its output projection."""
-        graph, cores = self.graph, self.cores
-        ends = {core.node for core in cores}
-        proj = next((each for each in self.linears if ends <= graph.ancestors[each.node]), None)
-        if proj is None:
-            raise UnreadableError("no linear layer of the tokens follows its attention")
-        sources = [[self._source(getattr(core, part), part) for core in cores] for part in "qkv"]
-        first = sources[0][0]
-        if not all(is_equal(self.values[each.x], self.values[first.x]) for part in sources for each in part):
-            raise UnreadableError("its q, k and v are linear layers of different tokens")
-        norm = self._normed(x, first, graph.input, "q, k and v")
-        normed = reference.normalize(x, norm.now())
-        if changes := "; ".join(dict.fromkeys(filter(None, (core.changes for core in cores)))):
-            problem = f"its scores are changed before the softmax ({changes}), e.g. by a bias or mask"
-        else:
-            problem = "its attention is not softmax(scale * q k^T) v of all tokens of an image"
-        heads, keys = self._heads(x)
-        target = self.values[proj.x]
-        if target.shape[-1] % heads:
-            raise UnreadableError("its heads do not divide its width")
-        orders = list(_packed(sources, heads))
-        given = self.values[graph.input]
-        terms = list(terms_of(graph, cores[0], given if given.dim() == 4 else x, heads, keys))
-        for normalizes, qkv, term in itertools.product((False, True), orders, terms):
-            if sum(tensor_at(slot).shape[0] for slot in qkv.weights) != 3 * target.shape[-1]:
-                raise UnreadableError("its q, k and v have different widths, as with grouped keys")
-            weight, bias = qkv.tensors()
-            projected = F.linear(normed, weight, bias).unflatten(-1, (3, heads, -1))
-            for qk_norm in self._qk_norms(projected) if normalizes else (None,):
-                parts = None if qk_norm is None else qk_norm.now()
-                scale = self._scale(reference.qk_norm_rope(projected, parts, None), term is not None)
-                mixed = mix(projected, parts, scale, term)
-                if not same_tokens(mixed, target):
-                    continue
-                width = projected.shape[-1]
-                attention = AttentionParts(
-                    norm=norm, layer_scale=None, drop_path=None, dropouts=(), module=self.root, qkv=qkv,
-                    num_heads=heads, scale=None if abs(scale * width**0.5 - 1) < TOLERANCE else scale,
-                    proj=_owner(proj, "its output projection"), qk_norm=qk_norm, terms=term,
-                )  # fmt: skip
-                return attention, F.linear(mixed, attention.proj.weight, attention.proj.bias), proj
-        raise UnreadableError(problem)
-
-    def _source(self, operand: fx.Node, part: str) -> Linear:
-        """Returns the linear layer from which an operand of a product is computed."""
-        before = {operand, *self.graph.ancestors[operand]}
-        found = [each for each in self.linears if each.node in before]
-        found = [each for each in found if not any(each.node in self.graph.ancestors[other.node] for other in found)]
-        if len(found) != 1:
-            raise UnreadableError(f"its {part} is not one linear layer of the tokens")
-        return found[0]
-
-    def _heads(self, x: Tensor) -> tuple[int, int]:
-        """Returns the number of heads, and of tokens that a query attends to."""
-        core, tokens = self.cores[0], x.shape[0] * x.shape[1]
-        if core.scores is None:
-            keys = self.values[core.k].shape[-2]
-            heads, rest = divmod(self.values[core.q].numel(), tokens * self.values[core.q].shape[-1])
-        else:
-            keys = self.values[core.scores].shape[-1]
-            heads, rest = divmod(self.values[core.scores].numel(), tokens * keys)
-        if rest or not heads or x.shape[1] % keys:
-            raise UnreadableError("its attention is not among all tokens of an image or window")
-        return heads * len(self.cores), keys
-
-    def _qk_norms(self, qkv: Tensor) -> Iterator[QkNormParts]:
-        core = self.cores[0]
-        if len(self.cores) > 1:
-            return
-        for over in ("head", "width"):
-            found = []
-            for i, operand in enumerate((core.q, core.k)):
-                x = qkv[:, :, i] if over == "head" else qkv[:, :, i].flatten(-2)
-                start = self._source(operand, "qk"[i]).node
-                path = [node for node in self.graph.path(start, operand) if operator_of(node) in NORM_ENDS]
-                norms = (self._norm(x, self.values[node], start, node) for node in reversed(path))
-                found.append(next((norm for norm in norms if norm is not None), None))
-            q, k = found
-            if q is not None and k is not None and (q.kind, q.eps) == (k.kind, k.eps):
-                yield QkNormParts(q, k, over)
-
-    def _scale(self, qkv: Tensor, has_terms: bool) -> float:
-        """Returns the multiplier of q k^T. Frobenius norms do not depend on the layout."""
-        core = self.cores[0]
-        q, k, _ = qkv.transpose(1, 3).unbind(2)
-        if core.scores is not None and has_terms:  # the scores also contain the terms
-            return float(q.shape[-1] ** -0.5)
-        if core.scores is None:
-            ratio = self.values[core.q].norm() * self.values[core.k].norm() / (q.norm() * k.norm())
-        else:
-            ratio = (
-                self.values[core.scores].norm() / (q @ k.transpose(-2, -1))[:, : q.shape[1] // len(self.cores)].norm()
-            )
-        return float(f"{core.scale * float(ratio):.7g}")
-
-    # MLP
-
-    def _mlp(self, x: Tensor, before: fx.Node, linears: Sequence[Linear]) -> tuple[MlpParts, Tensor, fx.Node]:
-        """Returns the MLP half of tokens x, its output before LayerScale, and the node of the output."""
-        if len(linears) not in (2, 3):
-            raise UnreadableError(f"its MLP must have two or three linear layers, got {len(linears)}")
-        *firsts, fc2 = linears
-        norm = self._normed(x, firsts[0], before, "MLP")
-        if len(firsts) == 2 and not is_equal(self.values[firsts[0].x], self.values[firsts[1].x]):
-            raise UnreadableError("the linear layers of its MLP read different tokens")
-        for activation, parts, hidden in self._hidden(firsts):
-            target = self.values[fc2.x]
-            inner = None
-            if not same_tokens(hidden, target):
-                inner = self._norm(hidden, target, firsts[0].node, fc2.x)
-                if inner is None:
-                    continue
-            mlp = MlpParts(
-                norm=norm, layer_scale=None, drop_path=None, dropouts=(), activation=activation, inner_norm=inner,
-                fc2=_owner(fc2, "its last linear layer"), **parts,
-            )  # fmt: skip
-            return mlp, branch_of(mlp, x), fc2.node
-        names = ", ".join(reference.ACTIVATIONS)
-        raise UnreadableError(f"its MLP computes none of {names} between its linear layers, plain or as a gate")
-
-    def _hidden(self, firsts: Sequence[Linear]) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
-        values = [self.values[each.node] for each in firsts]
-        layers = [LinearParts(each.weights, each.biases, each.half()) for each in firsts]
-        if len(firsts) == 1 and values[0].shape[-1] % 2 == 0 and layers[0].chunk is None:
-            pairs = list(zip((replace(layers[0], chunk=i) for i in (0, 1)), values[0].chunk(2, -1)))
-        else:
-            pairs = list(zip(layers, values)) if len(firsts) == 2 else []
-        for name, function in reference.ACTIVATIONS.items():
-            if len(firsts) == 1:
-                yield name, {"fc1": layers[0]}, function(values[0])
-            for (gate, a), (fc1, b) in itertools.permutations(pairs, 2):
-                yield name, {"fc1": fc1, "gate": gate}, function(a) * b
-
-
-def _packed(sources: list[list[Linear]], heads: int) -> Iterator[LinearParts]:
-    """Yields the possible orders of the rows of q, k and v."""
-    layers = list({(each.weights, each.chunk): each for part in sources for each in part}.values())
-    chunks = [each.chunk for each in layers]
-    slots = {each.weights for each in layers}
-    if len(slots) == 1 and chunks in ([(0, 1)], [(0, 3), (1, 3), (2, 3)]):
-        qkv = LinearParts(layers[0].weights, layers[0].biases)
-        yield qkv
-        size = {"three": 3, "heads": heads, "channels": qkv.tensors()[0].shape[0] // (3 * heads)}
-        for names in list(itertools.permutations(size))[1:]:
-            sizes: Any = tuple(size[name] for name in names)
-            yield replace(qkv, order=(sizes, tuple(names.index(name) for name in size)))  # type: ignore[arg-type]
-    elif all(chunk == (0, 1) for chunk in chunks):
-        weights = tuple(slot for each in layers for slot in each.weights)
-        yield LinearParts(weights, tuple(slot for each in layers for slot in each.biases))
-    else:
-        raise UnreadableError("its q, k and v use parts of several weights")
-
-
-def _owner(linear: Linear, what: str) -> nn.Module:
-    """Returns the module with weight and bias of a linear layer."""
-    owner, name = linear.weights[0]
-    bias = linear.biases[0]
-    own_bias = bias == (owner, "bias") if bias is not None else getattr(owner, "bias", UnreadableError) is None
-    if len(linear.weights) > 1 or linear.chunk != (0, 1) or name != "weight" or not own_bias:
-        raise UnreadableError(f"weight and bias of {what} are not those of one module")
-    return owner
-
-
-def branch_of(mlp: MlpParts, x: Tensor) -> Tensor:
-    """Computes the MLP half of x without residual by the reference."""
-    return reference.layer_norm_mlp(
-        x, block_tensors(None, mlp), eps=mlp.norm.eps, norm=mlp.norm.kind, activation=mlp.activation, residual=False,
-        inner_norm=mlp.inner,
-    )  # fmt: skip
-
-
-def mix(qkv: Tensor, qk_norm: QkNorm | None, scale: float, terms: TermParts | None) -> Tensor:
-    """Computes attention from qkv [B, N, 3, H, D] by the reference, -> [B, N, H * D]."""
-    qkv = reference.qk_norm_rope(qkv, qk_norm, None)
-    now = None if terms is None else terms.now(qkv.device)
-    return attention_among(qkv, None, scale=scale, terms=now, backend="eager").flatten(2)
