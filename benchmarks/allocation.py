@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Prepared
+from vit_fast.measure.clock import Samples
 from vit_fast.work import total
 
 from .models import Group
@@ -34,6 +35,14 @@ def estimate(
         preparing_s += sum(spent_s.values()) - ((other.model, other.dtype_name) in seen) * builds_s
         seen.add((other.model, other.dtype_name))
     return timings_s[0], sum(timings_s), preparing_s
+
+
+def is_enough(*timings: Samples) -> bool:
+    """Returns True if measurements that end now are valid."""
+    return all(
+        len(taken) >= FLOOR_REPEATS or (len(taken) >= FLOOR_LEAST_REPEATS and sum(taken) >= FLOOR_MS)
+        for taken in timings
+    )
 
 
 def _timing_s(calls_s: Sequence[float]) -> float:

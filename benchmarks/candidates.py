@@ -200,7 +200,7 @@ def _build_optimized(candidate: Candidate, group: Group) -> Function:
 
 def _build_file(candidate: Candidate, group: Group, quantizer: Quantizer | None = None) -> Function:
     """Opens the export of the group's model, or the given ONNX file, in the candidate's runtime."""
-    from vit_fast.measure.runtimes import open_file
+    from vit_fast.measure.runtimes import open_file, provide_onnx
 
     fp32, on_cpu, bf16 = group.dtype == torch.float32, group.device.type == "cpu", group.dtype == torch.bfloat16
     in_openvino, path, found = candidate.engine == "openvino", group.model.onnx, f"{group.dtype} on {group.device}"
@@ -216,31 +216,28 @@ def _build_file(candidate: Candidate, group: Group, quantizer: Quantizer | None 
     as_file = Candidate(candidate.engine, precision=candidate.precision if fp32 else "bf16" if bf16 else "fp16")
     if path is None:  # exported once for all batch sizes
         one = dataclasses.replace(group, batch_size=1)
-        path = Path(_exported(as_file, one, quantizer).name) / "model.onnx"
+        folder = Path(_files_of(one).name)
+        provide = partial(provide_onnx, model=partial(_exportable, one), folder=folder, images=_images(one))
+        if quantizer is None:
+            path = provide(as_file)
+        elif not (path := folder / "dynamic.onnx").exists():
+            quantizer(provide(dataclasses.replace(as_file, precision=None)), path)
     run = open_file(as_file, path, _images(group), group.model.image_hw)
     return lambda images: run(images if in_openvino else images.float()).to(group.dtype)
 
 
-@functools.lru_cache(maxsize=8)
-def _exported(candidate: Candidate, group: Group, quantizer: Quantizer | None) -> TemporaryDirectory[str]:
-    """Exports a model to model.onnx in a folder; int8 files are quantized from the exported fp32 file."""
-    from vit_fast.measure.runtimes import OnnxFile, write_onnx
+@functools.lru_cache(maxsize=4)
+def _files_of(group: Group) -> TemporaryDirectory[str]:
+    """Returns the folder for the ONNX files of a group."""
+    return TemporaryDirectory()
 
-    folder = TemporaryDirectory()
-    path, model = Path(folder.name) / "model.onnx", nn.Module()
-    if candidate.precision == "int8":
-        source = Path(_exported(dataclasses.replace(candidate, precision=None), group, None).name) / path.name
-        if quantizer is not None:
-            quantizer(source, path)
-            return folder
-        model = OnnxFile(source, image_hw=group.model.image_hw)
-    elif group.model.make is not None:
-        model = group.model.make()
-        model = model.model if isinstance(model, OutputOf) and find(model.model) is not None else model
-    else:  # with the weights rounded to the group's dtype
-        model = build(CANDIDATES["sdpa"], dataclasses.replace(group, device=torch.device("cpu"))).float()
-    write_onnx(candidate, model, path, _images(group), ())
-    return folder
+
+def _exportable(group: Group) -> nn.Module:
+    """Builds a given model, or vit-fast's model with its weights rounded to the group's dtype."""
+    if group.model.make is None:
+        return build(CANDIDATES["sdpa"], dataclasses.replace(group, device=torch.device("cpu"))).float()
+    model = group.model.make()
+    return model.model if isinstance(model, OutputOf) and find(model.model) is not None else model
 
 
 def _quantize_dynamically(source: Path, path: Path) -> None:

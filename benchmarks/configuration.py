@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from vit_fast.config import Size
 from vit_fast.errors import as_device
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol
-from vit_fast.version import memory_bytes
+from vit_fast.version import matmul_slowdown, memory_bytes
 
 from .candidates import choose
 from .models import DTYPES, MAX_VIEWS, Group, Model, resolve
@@ -50,28 +49,26 @@ class Configuration:
     images: tuple[Path, ...]
     time_budget_s: float
     protocol: Protocol
-    training: bool = False
-    data: str = "device"
-    explain: bool = False
-    cold: bool = False
-    search: bool = False  # try larger batch sizes only while throughput grows
-    request: dict[str, Any] = field(default_factory=dict, compare=False)  # arguments of make_configuration
+    request: dict[str, Any] = field(compare=False)  # arguments of make_configuration
 
     def groups(self) -> list[Group]:
         each = itertools.product(self.models, self.dtypes, self.batch_sizes)
-        return [Group(*one, self.training, self.data, self.device) for one in each]
+        return [Group(*one, self.request["train"], self.request["data"], self.device) for one in each]
+
+    @property
+    def search(self) -> bool:
+        """True if larger batch sizes are tried only while throughput grows."""
+        return bool(self.request["batch_sizes"] == "best")
 
     @property
     def is_limited(self) -> bool:
         """True if the time budget limits which of the default candidates are measured."""
-        return self.request.get("candidates") is None and not self.search and math.isfinite(self.time_budget_s)
+        return self.request["candidates"] is None and not self.search and math.isfinite(self.time_budget_s)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for the record, with the file names of images."""
-        asked = ("img_size", "train", "amp", "data", "explain", "cold", "latency", "seconds")
-        return {
+        return self.request | {
             "models": list(dict.fromkeys(model.name for model in self.models)),
-            **{name: self.request.get(name) for name in asked},
             "batch_sizes": ["best"] if self.search else list(self.batch_sizes),
             "dtypes": list(self.dtypes),
             "candidates": list(dict.fromkeys(c.name for chosen in self.candidates.values() for c in chosen)),
@@ -136,22 +133,21 @@ def make_configuration(
         raise ValueError(f"--dtypes must consist of {', '.join(known)} on {where}, got {unknown[0]!r}")
     names = ("amp",) if amp else names
     choose(candidates, where)
-    search = batch_sizes == "best"
     sizes = SEARCHED[kind] if batch_sizes == "best" else (1,) if latency else batch_sizes
     sizes = _some("--batch-sizes", DEFAULT_BATCH_SIZES[kind] if sizes is None else sizes)
     if min(sizes) < 1:
         raise ValueError(f"--batch-sizes must be >= 1, got {min(sizes)}")
     found = _some("--models", [model for make in resolved for size in img_sizes for model in make(size)])
     by_default = dtypes is None and candidates is None and not train
-    if by_default and kind == "cpu" and has_bf16() and all(model.kind in ("vit-fast", "given") for model in found):
-        names = ("fp32", "bf16")
+    if by_default and kind == "cpu" and all(model.kind in ("vit-fast", "given") for model in found):
+        names = ("fp32", "bf16") if matmul_slowdown(torch.bfloat16) < 1 else names
     if data != "device" and (data != "host" or kind == "cpu" or any(model.data is None for model in found)):
         raise ValueError(f"--data must be device (host needs a GPU and models that take images), got {data} on {where}")
     # the least memory: two batches of inputs (rotating_batches), the residual stream and one hidden layer
     widths = [m.config.seqlen * (m.config.embed_dim + m.config.hidden_dim) if m.config else 0 for m in found]
     numbers = max(2 * math.prod(m.shape) + width for m, width in zip(found, widths))
     per_image, available = numbers * min(DTYPES[name].itemsize for name in names), memory_bytes(where)
-    if not search and available is not None and max(sizes) * per_image > available:
+    if batch_sizes != "best" and available is not None and max(sizes) * per_image > available:
         most = available // per_image
         rule = (
             f"the batch size must be at most {most:,}, got {max(sizes)}" if most else "one image must fit into memory"
@@ -167,16 +163,8 @@ def make_configuration(
     return Configuration(
         found, sizes, names, chosen, where,
         tuple(image_files), time_budget_s or math.inf, protocol,
-        training=train, data=data, explain=explain, cold=cold, search=search,
         request=request | {"images": [str(Path(image).absolute()) for image in images], "device": str(where)},
     )  # fmt: skip
-
-
-def has_bf16() -> bool:
-    """True if this CPU has instructions for bf16 matmuls."""
-    if platform.machine() in ("x86_64", "AMD64"):
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _some(what: str, values: Sequence[Any]) -> tuple[Any, ...]:

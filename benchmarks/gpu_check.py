@@ -10,9 +10,9 @@ parallel processes. The most important jobs come first. Every row is written whe
 benchmark ends early, e.g. because a kernel broke its CUDA context, another process resumes it.
 
 DIR/summary.json contains the outcome of each job, DIR/JOB the records, and DIR.tar.gz all files. Another run into DIR
-writes to DIR/JOB.1, .2 and so on, which replace DIR/JOB when the job ends well, so that a killed run loses no row. At
-the end, DIR/model.txt compares the kernels of a block with the estimates of `vit-fast kernels --model`. Run
-`vit-fast report DIR/*/*/` to write an HTML page of the records, also of unfinished ones.
+writes to DIR/JOB.1, .2 and so on, and removes nothing. At the end, DIR/model.txt compares the kernels of a block with
+the estimates of `vit-fast kernels --model`. Run `vit-fast report DIR/*/*/` to write an HTML page of the records, also
+of unfinished ones.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import statistics
 import subprocess
@@ -48,7 +48,7 @@ from .configuration import Configuration, make_configuration
 from .preparation import callers, cold_start
 from .records import JOURNAL_NAME, PARTIAL, RECORD_NAME, Journal, Row, read_record, to_json
 from .report import markdown
-from .runner import reopen, run
+from .runner import header_of, reopen, run
 
 MINUTES = 10.0  # default, and the sum that the time limits of the important jobs are planned for
 LEAST_S = 20.0  # no job starts with less time left
@@ -81,30 +81,30 @@ class Job:
 
 
 def perform(job: Job, folder: Path, limit_s: float) -> Found:
-    """Runs a job in processes, and prints its tables; returns the outcome. The output goes to log.txt in the folder."""
-    earlier, end = [*folder.parent.glob(f"{folder.name}.*")], time.monotonic() + limit_s
-    new = folder.with_name(f"{folder.name}.{len(earlier) + 1}")
-    new.mkdir(parents=True)
-    problem, progress = "", (-1, 0)
-    while progress != (progress := _progress(new)):  # resume as long as the processes that end early get further
-        problem = _run(job, new, end - time.monotonic())
+    """Runs a job in processes, and prints its tables; returns the outcome. The output goes to log.txt in the folder.
+
+    If the folder exists, an earlier run made it. The folder is then FOLDER.1, FOLDER.2 and so on.
+    """
+    end, problem, progress, name = time.monotonic() + limit_s, "", (-1, 0), folder.name
+    folder = next(
+        one for n in itertools.count() if not (one := folder.with_name(f"{name}.{n}" if n else name)).exists()
+    )
+    folder.mkdir(parents=True)
+    while progress != (progress := _progress(folder)):  # resume as long as the processes that end early get further
+        problem = _run(job, folder, end - time.monotonic())
         if job.tests or not problem or "timed out" in problem:
             break
     found: Found = {"outcome": problem or "passed"}
     if job.tests:
-        *_, last = ["", *(new / LOG).read_text(errors="replace").splitlines()]
+        *_, last = ["", *(folder / LOG).read_text(errors="replace").splitlines()]
         found["tests"] = last.strip("= ")
     else:
         records = []
-        for path in sorted(new.glob("*/")):
+        for path in sorted(folder.glob("*/")):
             with contextlib.suppress(OSError, ValueError):  # of a process that was killed before its first row
                 records.append(read_record(path))
         print(*map(markdown, records), sep="\n")
         found["outcome"] = problem or outcome_of([row for record in records for row in record["rows"]])
-    if found["outcome"] in ("passed", "measured") or not folder.exists():
-        for replaced in (folder, *earlier):
-            shutil.rmtree(replaced, ignore_errors=True)
-        new.replace(folder)
     return found
 
 
@@ -156,7 +156,7 @@ def measure(name: str, folder: str, end: float) -> None:
         if path.with_name(f"{number}{PARTIAL}").exists():
             _, journal = reopen(path)
         else:
-            journal = Journal.begin(path, configuration.request, describe(configuration.device))
+            journal = Journal.begin(path, header_of(configuration))
         limited = dataclasses.replace(configuration, protocol=PROTOCOL, time_budget_s=max(end - time.time(), 1.0))
         record = run(limited, journal=journal)
         if record["gpu_failed"]:

@@ -26,16 +26,15 @@ from torch.autograd import DeviceType
 
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, NOISE, Measure, error_of, size_of
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.export.runtime.runner import ProviderError
 from vit_fast.measure import candidate as measuring
-from vit_fast.measure.candidate import GRAPH_MODES, MEASURES, Candidate, Prepared, Reference, at_most, describe_error
+from vit_fast.measure.candidate import MEASURES, Candidate, Prepared, Reference, at_most, describe_error
 from vit_fast.measure.clock import Call, Protocol, begin, synchronize, time_interleaved
 from vit_fast.work import Work
 
 from .candidates import build_reference, make
 from .configuration import make_configuration
 from .models import MAX_VIEWS, Group, image_views, rotating_batches
-from .records import Row, Status, add_timing, make_row
+from .records import Row, add_timing, make_row
 
 # Time limit for preparing a candidate, for a round of timing, and for a cold start.
 CANDIDATE_SECONDS = 900.0
@@ -198,7 +197,6 @@ def prepare(
 
     On a GPU, also times the candidate alone, because its process may end before it is timed interleaved.
     """
-    status: Status
     device = group.device
     try:
         with at_most(seconds):
@@ -227,18 +225,9 @@ def prepare(
             if explained:
                 row["explained"] = profile(ready.call, device, group.least(), group.dtype.itemsize)
             return ready, row
-    except UnsupportedInputError as error:
-        status, reason = "unsupported", f"{error.what}: {'; '.join(error.reasons)}"
-    except ProviderError as error:
-        status, reason = "unsupported", str(error)
-    except Exception as error:
-        status = "out of memory" if measuring.is_out_of_memory(error) else "failed"
-        reason = describe_error(error)
-        if any(sign in reason for sign in ("No available kernel", "No viable backend")):
-            status, reason = "unsupported", "this attention kernel of torch does not support the device, dtype or shape"
-        if isinstance(error, TimeoutError) and seconds < CANDIDATE_SECONDS:
-            status, reason = "skipped", OUT_OF_TIME
-    return None, make_row(group, candidate, status, reason)
+    except Exception as error:  # a candidate may raise any type
+        is_late = isinstance(error, TimeoutError) and seconds < CANDIDATE_SECONDS
+        return None, make_row(group, candidate, *(("skipped", OUT_OF_TIME) if is_late else measuring.why_failed(error)))
 
 
 def callers(
@@ -259,7 +248,7 @@ def callers(
         with torch.inference_mode(step is None), candidate.context():
             if step is not None:
                 return step(batch)
-            if candidate.engine in GRAPH_MODES:
+            if candidate.engine in measuring.GRAPH_MODES:
                 # Otherwise, torch would count interleaved calls of several CUDA graphs as one iteration.
                 torch.compiler.cudagraph_mark_step_begin()
             return compiled(batch)

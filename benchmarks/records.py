@@ -14,10 +14,10 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vit_fast.measure import clock
-from vit_fast.measure.candidate import Candidate, describe_error
+from vit_fast.measure.candidate import Candidate, Status, describe_error
 from vit_fast.measure.clock import Samples, percentile
 from vit_fast.version import __version__
 from vit_fast.work import Work, total
@@ -26,9 +26,6 @@ from .models import Group
 
 FORMAT = "vit-fast-bench/3"
 RECORD_NAME, JOURNAL_NAME, PARTIAL = "record.json", "rows.jsonl", ".partial"
-Status = Literal[
-    "measured", "not installed", "unsupported", "incorrect", "failed", "out of memory", "skipped", "interrupted"
-]
 Row = dict[str, Any]
 Record = dict[str, Any]
 
@@ -145,7 +142,7 @@ def best_ceilings(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Journal:
-    """The findings of a run as (kind, value). Kinds: about, row, alone (a row that was not timed interleaved), control,
+    """The findings of a run as (kind, value). Kinds: row, alone (a row that was not timed interleaved), control,
     ceilings, begun (preparing a candidate), omitted (a mode of torch.compile that was not selected), resumed.
 
     Without a folder, the findings stay in memory.
@@ -154,14 +151,15 @@ class Journal:
     def __init__(
         self, folder: Path | None = None, header: Mapping[str, Any] | None = None, entries: Iterable[Any] = ()
     ) -> None:
-        self.header, self.entries = dict(header or {}), [*entries]
+        self.header, self.entries = {} if header is None else header, [*entries]
         self.folder = Path() if folder is None else folder
         self._path = None if folder is None else _partial(folder) / JOURNAL_NAME
 
     @classmethod
-    def begin(cls, folder: Path | None, request: Mapping[str, Any], machine: Mapping[str, Any]) -> Journal:
+    def begin(cls, folder: Path | None, header: Mapping[str, Any]) -> Journal:
         """Starts the journal of a new run in a new or empty folder, by default in ./vit-fast-results."""
         if folder is None:
+            machine = header["machine"]
             date = re.sub(r"[^0-9T]", "", machine["date"].partition("+")[0]).replace("T", "-")
             name = f"{date}-{folder_name(machine)}"
             names = [name, *(f"{name}-{number}" for number in range(2, 99))]
@@ -169,7 +167,7 @@ class Journal:
             folder = next(one for one in folders if not (one.exists() or _partial(one).exists()))
         check_folder(folder)
         _partial(folder).mkdir(parents=True)
-        journal = cls(folder, {"format": FORMAT, "request": dict(request), "machine": dict(machine)})
+        journal = cls(folder, {"format": FORMAT, **header})
         try:
             journal._write("header", journal.header)
         except OSError:
@@ -216,7 +214,8 @@ class Journal:
         finish([row for row in rows.values() if not row.get("alone")], ceilings, controls)
         return {
             "format": FORMAT, "vit_fast": __version__, "machine": self.header["machine"], "ceilings": ceilings,
-            "controls": controls, **self.found("about")[0], "rows": [*rows.values()], "interrupted": interrupted,
+            "controls": controls, "configuration": self.header["configuration"],
+            "correctness_rule": self.header["correctness_rule"], "rows": [*rows.values()], "interrupted": interrupted,
             "busy": list(dict.fromkeys(reason for control in controls for reason in control["conditions"]["busy"])),
         }  # fmt: skip
 

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 
 from vit_fast.measure import clock
-from vit_fast.measure.candidate import Candidate, Prepared, at_most, describe_error, is_out_of_memory
-from vit_fast.measure.clock import Call, Protocol, Samples, time_interleaved
+from vit_fast.measure.candidate import Candidate, Prepared, Status, at_most, describe_error, why_failed
+from vit_fast.measure.clock import Call, Interleaved, Protocol, Samples, time_interleaved
 from vit_fast.version import describe, nvidia_smi
 
 from . import preparation, records
-from .allocation import FLOOR_LEAST_REPEATS, FLOOR_MS, FLOOR_REPEATS, estimate
+from .allocation import estimate, is_enough
 from .configuration import Configuration, make_configuration
 from .models import DTYPES, Group
 from .preparation import OUT_OF_TIME, RULE, cold_start, make_problem, matmul_precision, prepare
-from .records import Journal, Record, Row, Status, key_of, make_row
+from .records import Journal, Record, Row, key_of, make_row
 
 # The name of the second timing of the fastest full-precision candidate in a group.
 AGAIN = "again"
@@ -51,7 +51,15 @@ def run(
 
     `tell` is called with the name of each step. Rows that the journal contains are not measured again.
     """
-    return _Run(configuration, tell, journal or Journal()).record()
+    return _Run(configuration, tell, journal or Journal(header=header_of(configuration))).record()
+
+
+def header_of(configuration: Configuration) -> dict[str, Any]:
+    """Returns the header of the journal of a new run."""
+    return {
+        "request": configuration.request, "machine": describe(configuration.device),
+        "configuration": configuration.to_dict(), "correctness_rule": RULE,
+    }  # fmt: skip
 
 
 def reopen(folder: Path) -> tuple[Configuration, Journal]:
@@ -84,8 +92,6 @@ class _Run:
 
     def record(self) -> Record:
         configuration, journal, ended = self.configuration, self.journal, ""
-        if not journal.found("about"):
-            journal.add("about", {"configuration": configuration.to_dict(), "correctness_rule": RULE})
         try:
             self._take_ceilings()
             for group in list(self.planned):
@@ -112,7 +118,6 @@ class _Run:
             missing = [one for one in self._remaining(group) if (group.key, one.name) not in alone]
             self._refuse(group, missing, *why_not)
         order = [(group.key, candidate.name) for group, found in self.planned.items() for candidate in found]
-        journal.header.setdefault("machine", describe(self.device))
         found = journal.record(bool(ended))
         found["rows"].sort(key=lambda row: order.index((key_of(row), row["candidate"])))
         return found | {"gpu_failed": ended.startswith(GPU_FAILED), "seconds": round(self.elapsed_s(), 1)}
@@ -158,8 +163,8 @@ class _Run:
         try:
             problem = make_problem(group, self.configuration.images)
         except Exception as error:  # e.g. a dtype that an operator does not support
-            status: Status = "out of memory" if is_out_of_memory(error) else "failed"
-            self._refuse(group, candidates, status, f"in the reference: {describe_error(error)}")
+            status, reason = why_failed(error)
+            self._refuse(group, candidates, status, f"in the reference: {reason}")
             return
         prepared: dict[str, Prepared] = {}
         spent_s = {"": self.elapsed_s() - started_s + self.ceilings_s}
@@ -185,19 +190,18 @@ class _Run:
             else:
                 self.journal.add("begun", begun)
                 left_s = spare_s if limited else max(self._left_s(), LEAST_SECONDS)
-                seconds, explained = min(left_s, preparation.CANDIDATE_SECONDS), self.configuration.explain
+                seconds, explained = min(left_s, preparation.CANDIDATE_SECONDS), self.configuration.request["explain"]
                 ready, row = prepare(candidate, group, problem, explained=explained, seconds=seconds)
             if ready is not None:
                 prepared[candidate.name] = ready
                 spent_s[candidate.name] = 0.0 if others else self.elapsed_s() - started_s  # later groups use one mode
                 if row["ms"] is not None:  # in case the process ends before all candidates are timed interleaved
                     self.journal.add("alone", row | {"alone": True})
-                if self.configuration.cold:
+                if self.configuration.request["cold"]:
                     row.update(cold_start(self.configuration.request, group, candidate.name))
                 continue
             self.journal.add("row", row)
             self._check_gpu(candidate.name)
-            clock.free_memory(self.device)
         self.journal.add("begun", None)  # from here on, no candidate is in preparation
         timing_s, all_timing_s, preparing_s = estimate(group, later, prepared, spent_s)
         if self._left_s() < all_timing_s + preparing_s:
@@ -213,27 +217,41 @@ class _Run:
         launch: Any = "counted" if group.batch_size == 1 and group.model.data is not None else "hidden"
         protocol = dataclasses.replace(self.configuration.protocol, launch=launch)
         while prepared:
+            clock.free_memory(self.device)  # of failed candidates
             self.tell(f"{group}: timing {len(prepared)} candidates, interleaved")
-            conditions = Conditions(self.device)
-            watch = Watch(prepared, protocol, self.configuration.is_limited, lambda: self.elapsed_s() >= end_s)
-            add = partial(self._add_timed, group, prepared, watch.best, conditions)
+            alike = [name for name, ready in prepared.items() if not records.is_lower(ready.row)] or list(prepared)
+            best = min(alike, key=lambda name: prepared[name].call_s)
+            calls = {name: ready.call for name, ready in prepared.items()} | {AGAIN: prepared[best].call}
+            timed, conditions = Interleaved(calls, self.device, protocol), Conditions(self.device)
+            add = partial(self._add_timed, group, prepared, best, conditions)
             try:
-                with at_most(preparation.CANDIDATE_SECONDS) as watch.again:
-                    timings = time_interleaved(watch.calls, self.device, protocol, is_done=watch)
+                with at_most(preparation.CANDIDATE_SECONDS) as again:
+                    for number in timed.rounds():
+                        again()
+                        is_late = self.elapsed_s() >= end_s
+                        if self._is_done(number, timed, best) or (is_late and is_enough(*timed.values())):
+                            break
             except KeyboardInterrupt:
-                add(watch.timings(), "interrupted")
+                add({name: taken for name, taken in timed.items() if is_enough(taken)}, "interrupted")
                 raise
             except Exception as error:
-                broken = prepared.pop(watch.running)
-                status: Status = "out of memory" if is_out_of_memory(error) else "failed"
+                broken = prepared.pop(best if timed.running == AGAIN else timed.running)
+                status, reason = why_failed(error)
                 without = dict.fromkeys(records.SPEED_FIELDS)
-                broken.row.update(without, status=status, reason=f"during timing: {describe_error(error)}")
+                broken.row.update(without, status=status, reason=f"during timing: {reason}")
                 self.journal.add("row", broken.row)
                 self._check_gpu(broken.candidate.name)
             else:
-                add(timings, "skipped")
+                add(timed, "skipped")
                 break
-            clock.free_memory(self.device)  # after the handler, in which the exception keeps tensors alive
+
+    def _is_done(self, number: int, timed: Interleaved, best: str) -> bool:
+        """Returns True if the protocol is satisfied and, in a limited run, noise does not prevent a ranking."""
+        is_done = timed.protocol.is_satisfied(timed)
+        if is_done and self.configuration.is_limited:
+            is_done = number % ROUNDS_BETWEEN == 0
+            is_done &= clock.control(timed[best], timed[AGAIN])["resolution"] <= clock.UNRANKABLE
+        return is_done
 
     def _add_timed(
         self, group: Group, prepared: Mapping[str, Prepared], best: str, conditions: Conditions,
@@ -273,51 +291,6 @@ def _other_modes(candidate: Candidate, prepared: Mapping[str, Prepared]) -> list
 
 class GpuFailed(Exception):
     """No more CUDA calls are possible in this process; another process can resume the run."""
-
-
-class Watch:
-    """Decides after every round if the timing of a group is done; see clock.time_interleaved.
-
-    Timing ends when the protocol is satisfied, or after the time limit as soon as there are enough repeats. If the
-    group has a share of the time budget (`allocated`), timing continues while noise prevents a ranking. The fastest
-    candidate at full precision (`best`) is timed twice. `running` is the candidate that was called last. The caller
-    sets `again`, which is called after every round to restart the caller's time limit.
-    """
-
-    def __init__(
-        self, prepared: Mapping[str, Prepared], protocol: clock.Protocol, allocated: bool, is_late: Callable[[], bool]
-    ) -> None:
-        self._protocol, self._allocated, self._is_late = protocol, allocated, is_late
-        alike = [name for name, ready in prepared.items() if not records.is_lower(ready.row)] or list(prepared)
-        self.best = min(alike, key=lambda name: prepared[name].call_s)
-        self.calls = {name: partial(self._call, name, ready.call) for name, ready in prepared.items()}
-        for name, call in self.calls.items():
-            call.begin = partial(clock.begin, prepared[name].call)  # type: ignore[attr-defined]  # see clock.begin
-        self.calls[AGAIN] = self.calls[self.best]
-        self._samples: Mapping[str, Samples] = {}
-        self.running = ""
-        self.again: Callable[[], None] = lambda: None
-
-    def _call(self, name: str, call: Call, number: int) -> object:
-        self.running = name
-        return call(number)
-
-    def __call__(self, number: int, samples: Mapping[str, Samples]) -> bool:
-        self._samples = samples
-        self.again()
-        is_done = self._protocol.is_satisfied(samples)
-        if is_done and self._allocated:
-            is_done = number % ROUNDS_BETWEEN == 0
-            is_done &= clock.control(samples[self.best], samples[AGAIN])["resolution"] <= clock.UNRANKABLE
-        return is_done or (self._is_late() and len(self.timings()) == len(samples))
-
-    def timings(self) -> dict[str, Samples]:
-        """Returns the timings of candidates with enough repeats."""
-        return {
-            name: taken
-            for name, taken in self._samples.items()
-            if len(taken) >= FLOOR_REPEATS or (len(taken) >= FLOOR_LEAST_REPEATS and sum(taken) >= FLOOR_MS)
-        }
 
 
 def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[str, Any]:

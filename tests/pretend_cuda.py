@@ -249,7 +249,7 @@ def installed(machine: Machine) -> Iterator[Machine]:
             return Profiler(machine)
         return profile(activities=activities, **options)
 
-    caches = kernel_device._real_gpu, backends._static_reasons, clock.open_queue
+    caches = kernel_device._real_gpu, backends._static_reasons, clock.cycles_per_ms
     with contextlib.ExitStack() as stack:
         patch = mock.patch.object
         changes: list[tuple[Any, str, Any]] = [
@@ -267,7 +267,7 @@ def installed(machine: Machine) -> Iterator[Machine]:
             (threading.Thread, "run", in_thread),
             (launch.Launch, "_run_by_triton", launched),
             (registration, "_run_by_plan", lambda: planless),
-            (clock.CudaQueue, "now_ms", lambda queue: machine.host_ms),
+            (clock, "host_ms", lambda: machine.host_ms),
         ]
         for owner, name, value in changes:
             stack.enter_context(patch(owner, name, value, create=owner is torch._C))

@@ -64,16 +64,16 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(finished: tuple[P
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path, record: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "run"
-    begun = records.Journal.begin(target, {}, record["machine"])
+    begun = records.Journal.begin(target, {"request": {}, "machine": record["machine"]})
     with pytest.raises(IsADirectoryError):
         begun.finish({"a": b"a", ".": b"cannot be written"}, keep=False)
     assert [path.name for path in tmp_path.iterdir()] == ["run.partial"]
     records.Journal.resume(target).finish({"a": b"a"}, keep=False)
     assert (target / "a").read_bytes() == b"a"
     with pytest.raises(FileExistsError, match="must be a new or empty folder"):
-        records.Journal.begin(target, {}, {})
+        records.Journal.begin(target, {})
     monkeypatch.chdir(tmp_path)
-    first, second = (records.Journal.begin(None, {}, record["machine"]) for _ in range(2))
+    first, second = (records.Journal.begin(None, {"machine": record["machine"]}) for _ in range(2))
     assert str(first.folder).startswith(f"vit-fast-results/{record['machine']['date'][:10].replace('-', '')}")
     assert second.folder == first.folder.with_name(first.folder.name + "-2")
 

@@ -203,15 +203,14 @@ def test_a_delay_of_the_host_is_hidden_by_a_longer_sleep(gpu: Machine) -> None:
 def test_a_real_device_sleeps_while_the_host_is_slow() -> None:
     """The device sleeps for about 1 ms behind a host that needs 4; the same behind a wait is host-bound."""
     device = torch.device("cuda")
-    queue = clock.open_queue(device)
 
     def call(_: int) -> None:
         time.sleep(4e-3)
-        queue.sleep(int(queue.cycles_per_ms))
+        torch.cuda._sleep(int(clock.cycles_per_ms(device)))
 
     def waits(_: int) -> None:
         call(_)
-        queue.synchronize()
+        torch.cuda.synchronize()
 
     found = time_interleaved({"a": call, "waits": waits}, device, QUICK)
     assert min(found["a"].hosts_ms) > 4 > found["a"].ms > 0.25  # clocks may change between calibration and call

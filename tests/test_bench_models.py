@@ -244,7 +244,7 @@ def test_data_on_the_host_is_named_and_pairs_with_no_other(monkeypatch: pytest.M
     """Simulated on a CPU, because pinned memory needs CUDA."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda batch: batch.clone())
     made = plan("eager", "timm")
-    record = runner.run(dataclasses.replace(made, data="host", request=made.request | {"data": "host"}))
+    record = runner.run(dataclasses.replace(made, request=made.request | {"data": "host"}))
     assert {(row["status"], row["data"], row["best_peer"]) for row in record["rows"]} == {("measured", "host", "timm")}
     text = report.markdown(record)
     for part in ("vit_test, fp32, batch 2, 32x32, data on the host", "timm (data on the host)", "--data host"):

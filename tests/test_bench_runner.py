@@ -212,7 +212,7 @@ def run_simulated(machine: NoisyClock, monkeypatch: pytest.MonkeyPatch, **fields
 @pytest.mark.parametrize(("slowness", "noise"), [(0.27, 0.01), (0.27, 0.04), (1.0, 0.01), (1.0, 0.04), (4.0, 0.03)])
 def test_a_default_run_ranks_its_candidates_within_three_minutes(slowness, noise, bf16, monkeypatch) -> None:
     """On a simulated Zen 5, a Zen 3, which is about four times slower, and a machine four times slower than that."""
-    monkeypatch.setattr("vit_fast.benchmarks.configuration.has_bf16", lambda: bf16)
+    monkeypatch.setattr("vit_fast.benchmarks.configuration.matmul_slowdown", lambda dtype: 1.5 - bf16)
     record = run_simulated(NoisyClock(noise=noise, slowness=slowness), monkeypatch)
     assert record["seconds"] + slowness * (START_S + WRITING_S) <= 180
     dtypes = ("fp32", "bf16") if bf16 and slowness < 1 else ("fp32",)

@@ -55,7 +55,6 @@ def test_outcome_of_a_job(script: str, outcome: str, tmp_path: Path, monkeypatch
 
 
 def test_a_process_that_ends_early_is_resumed_and_an_earlier_record_is_kept(tmp_path: Path, monkeypatch) -> None:
-    folder = tmp_path / "job"
     row = '{"kind": "row"}'
     script = (
         "import os, sys, pathlib; path = pathlib.Path(sys.argv[1], '0.partial', 'rows.jsonl')\n"
@@ -65,14 +64,11 @@ def test_a_process_that_ends_early_is_resumed_and_an_earlier_record_is_kept(tmp_
     monkeypatch.setattr(Job, "command", lambda job, new, limit_s: [sys.executable, "-c", script, str(new)])
     monkeypatch.setattr(gpu_check, "read_record", lambda path: {"rows": []})
     monkeypatch.setattr(gpu_check, "markdown", lambda record: "")
-    folder.mkdir()
-    (folder / "record.json").write_text("earlier")
-    for outcome in ("INCORRECT or failed: m c", "measured"):
-        monkeypatch.setattr(gpu_check, "outcome_of", lambda rows, outcome=outcome: outcome)
-        assert gpu_check.perform(Job("mlp", "m", 1.0, runs=(BENCH,)), folder, 300.0) == {"outcome": outcome}
-        assert (folder / "record.json").exists() is (outcome != "measured")
-        assert [*tmp_path.glob("job.*")] == ([tmp_path / "job.1"] if outcome != "measured" else [])
-    assert (folder / "0.partial" / "rows.jsonl").read_text() == 3 * row
+    monkeypatch.setattr(gpu_check, "outcome_of", lambda rows: "measured")
+    for folder in ("job", "job.1", "job.2"):
+        found = gpu_check.perform(Job("mlp", "m", 1.0, runs=(BENCH,)), tmp_path / "job", 300.0)
+        assert found == {"outcome": "measured"} and len([*tmp_path.iterdir()]) == int(folder[4:] or 0) + 1
+        assert (tmp_path / folder / "0.partial" / "rows.jsonl").read_text() == 3 * row
 
 
 def test_a_process_that_gets_no_further_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

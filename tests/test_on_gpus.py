@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import json
 import re
 from collections.abc import Iterator
@@ -31,12 +32,11 @@ from vit_fast.benchmarks.candidates import CANDIDATES, NAMES
 from vit_fast.benchmarks.preparation import TrainingStep
 from vit_fast.benchmarks.records import Journal, read_record
 from vit_fast.export.runtime.runner import OnnxRunner, ProviderError
-from vit_fast.measure import clock, trials
-from vit_fast.measure.candidate import ORIGINAL, PRECISIONS, Candidate
+from vit_fast.measure import candidate, clock, search, trials
+from vit_fast.measure.candidate import ORIGINAL, PRECISIONS, Candidate, Reference
 from vit_fast.measure.trials import Trials
 from vit_fast.ops.backends import triton_unavailable_reasons
 from vit_fast.run.runtime import capture
-from vit_fast.version import describe
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 
@@ -96,6 +96,26 @@ def test_optimize_times_the_gpu_of_the_example(gpus: Machine) -> None:
         assert timed.call_ms(ORIGINAL, 0) == pytest.approx(5, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("typical_s", "reason"),
+    [(150.0, "not tried: needs about "), (0.1, "not tried: preparation took more than ")],
+    ids=["plan", "stop"],
+)
+@pytest.mark.usefixtures("own_cache")
+def test_a_long_compilation_is_not_started_or_ends(
+    typical_s: float, reason: str, gpus: Machine, only, monkeypatch
+) -> None:
+    """Not started if it probably exceeds the budget; ended if it takes much longer than expected."""
+    only(Candidate(engine="max-autotune"))
+    monkeypatch.setitem(trials.ENGINE_S, "max-autotune", typical_s)
+    monkeypatch.setattr(search, "LONG", 1e-3)
+    gpus.compile_s = 1e4
+    model, x = torch.nn.Linear(8, 8).to("cuda:1").eval(), torch.randn(4, 8, device="cuda:1")
+    result = vit_fast.optimize(model, x, budget_s=100 if typical_s == 150 else 1e4)
+    assert [row.reason and row.reason[: len(reason)] for row in result.table] == [None, reason]
+    assert result.cached.figures["tried"] == 1 and result.cached.figures["finish_s"] > typical_s
+
+
 def test_the_seconds_of_a_measurement_include_the_host(gpus: Machine) -> None:
     def call(number: int) -> None:
         gpus.work(0, 0.005, "short")
@@ -138,6 +158,21 @@ def test_memory_in_use_includes_graph_pools_and_other_libraries(gpus: Machine) -
     gpus.foreign[0] = 64 * mib  # the arena of another library
     assert clock.memory_in_use(device) == start + 2 * mib + 64 * mib and replay() is not None
     assert clock.peak_memory_of_call(lambda: torch.zeros(4 * mib, dtype=torch.uint8, device=device), device) == 4 * mib
+
+
+def test_memory_of_a_candidate_does_not_depend_on_earlier_garbage(gpus: Machine) -> None:
+    garbage: list[Any] = [torch.zeros(2**22, dtype=torch.uint8, device="cuda")]
+    garbage.append(garbage)
+    del garbage
+
+    def build() -> Any:
+        function = [torch.zeros(2**20, dtype=torch.uint8, device="cuda")]
+        gc.collect()
+        return function, lambda number: x, None
+
+    x = torch.ones(4, device="cuda")
+    reference = Reference([x.double().cpu()], [{"largest": 0.0}], [(4,)], [""], range(4))
+    assert candidate.prepare(Candidate(), build, reference, x.device).own_bytes == 2**20
 
 
 def test_verify_leaves_all_generators_unchanged(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +218,8 @@ def test_the_slower_mode_of_a_compiler_leaves_no_row(gpus: Machine, monkeypatch:
         return lambda x: (gpus.work(0, slow, "slow"), function(x))[1]
 
     monkeypatch.setattr(Candidate, "compiled", compiled)
-    made, journal = plan(models=["mlp:5x16x32"], device="cuda", batch_sizes=(1, 2)), Journal()
+    made = plan(models=["mlp:5x16x32"], device="cuda", batch_sizes=(1, 2))
+    journal = Journal(header=runner.header_of(made))
     assert made.is_limited
     for rows in (runner.run(made, journal=journal)["rows"], runner.run(made, journal=journal)["rows"]):
         assert [row["candidate"] for row in rows] == ["eager", "eager+compile:reduce-overhead"] * 2
@@ -218,7 +254,7 @@ def test_a_fault_in_one_candidate_leaves_the_rows_of_the_others(gpus: Machine, t
     """Another process resumes the run; the pretend machine is repaired instead."""
     options = {"models": ["attention:5x2x16"], "dtypes": ["fp16"], "device": "cuda"}
     made, folder = plan("eager", "triton", "sdpa", **options), tmp_path / "run"
-    journal = Journal.begin(folder, made.request, describe(made.device))
+    journal = Journal.begin(folder, runner.header_of(made))
     assert not triton_unavailable_reasons(torch.device("cuda"))  # the test kernel passes
     gpus.fault = "attention"
     record = runner.run(made, journal=journal)

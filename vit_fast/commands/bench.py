@@ -85,9 +85,8 @@ def bench(
     from ..benchmarks.candidates import CANDIDATES, COMPILE_MODES
     from ..benchmarks.configuration import make_configuration
     from ..benchmarks.records import RECORD_NAME, Journal, check_folder, to_json
-    from ..benchmarks.runner import reopen, run
+    from ..benchmarks.runner import header_of, reopen, run
     from ..measure.candidate import patient_interrupt
-    from ..version import describe
 
     console = wide_console(stderr=as_json)
     if list_candidates:
@@ -110,7 +109,7 @@ def bench(
     }  # fmt: skip
     if resume is None:
         configuration = make_configuration(**given)
-        journal = Journal.begin(out, configuration.request, describe(configuration.device))
+        journal = Journal.begin(out, header_of(configuration))
     # a time budget may be 0
     elif out or any(value is not False and value not in ((), None, "auto", "device") for value in given.values()):
         message = f"--resume must be the only argument besides --json: {resume} stores the arguments of the run"

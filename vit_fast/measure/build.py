@@ -177,7 +177,7 @@ def _session(
         reason = f"the model must return one tensor and no other value, got {found}"
         raise UnsupportedInputError(candidate.name, [reason])
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as place:
-        path = provide_onnx(candidate, model, Path(place), images, image_files)
+        path = provide_onnx(candidate, lambda: model, Path(place), images, image_files)
         run: Function = open_file(candidate, path, images, model.image_hw if isinstance(model, OnnxFile) else None)
     if candidate.engine == "openvino":
         run = _in_pieces(run, candidate.split or len(images))

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..accuracy import FORWARD_FACTOR, Measure, allowed_error, error_of, size_of
+from ..errors import UnsupportedInputError
+from . import clock
 from .clock import Call, begin, memory_in_use, peak_memory_of_call, synchronize
 
 Engine = Literal["torch", "compile", "reduce-overhead", "max-autotune", "onnxruntime", "tensorrt", "openvino"]
@@ -37,6 +39,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 RUNTIMES = {"onnxruntime": "ONNX Runtime", "tensorrt": "ONNX Runtime with TensorRT", "openvino": "OpenVINO"}
 CONFIGURATION = ("engine", "attention", "mlp", "precision", "frozen", "graphs", "threads", "split")
 MEASURES: tuple[Measure, ...] = ("largest", "rms")
+Status = Literal[
+    "measured", "not installed", "unsupported", "incorrect", "failed", "out of memory", "skipped", "interrupted"
+]
 # Minimum cosine similarity at which outputs other than logits agree.
 SAME_DIRECTION = 0.99
 
@@ -267,6 +272,7 @@ def prepare(
         watch(calls_s)
         return output
 
+    clock.free_memory(device)  # otherwise the garbage of earlier candidates would be freed later, and reduce own_bytes
     calls_s, before = list[float](), memory_in_use(device)
     build_s, (function, call, gradients) = timed(build)
     first_call_s, first = timed(gradients or (lambda: call(0)))
@@ -359,6 +365,20 @@ def is_out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def why_failed(error: Exception) -> tuple[Status, str]:
+    """Returns the status of a candidate that raised an exception, and the reason."""
+    from ..export.runtime.runner import ProviderError
+
+    if isinstance(error, UnsupportedInputError):
+        return "unsupported", "; ".join(error.reasons)
+    reason = describe_error(error)
+    if any(sign in reason for sign in ("No available kernel", "No viable backend")):
+        return "unsupported", "this attention kernel of torch does not support the device, dtype or shape"
+    if isinstance(error, ProviderError):
+        return "unsupported", str(error)
+    return "out of memory" if is_out_of_memory(error) else "failed", reason
 
 
 def describe_error(error: Exception) -> str:

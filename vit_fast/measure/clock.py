@@ -24,7 +24,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,51 +52,29 @@ SHORT_CYCLES, LONG_CYCLES = 200_000, 4_000_000
 MIN_FLUSH_BYTES = 256 * 2**20
 
 
-class CudaQueue:
-    """The current stream of a CUDA device, and the clock of the host."""
+@functools.cache
+def cycles_per_ms(device: torch.device) -> float:
+    """Returns the cycles of torch.cuda._sleep per ms: the largest slope between a short and a long sleep."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    @functools.cached_property
-    def cycles_per_ms(self) -> float:
-        """The cycles of `sleep` per millisecond: the largest slope between a short and a long sleep."""
-
-        def milliseconds(cycles: int) -> float:
-            start = self.mark()
-            self.sleep(cycles)
-            end = self.mark()
-            end.synchronize()
-            return float(start.elapsed_time(end))
-
-        milliseconds(LONG_CYCLES)  # wakes a device whose clocks are low
-        slopes = [milliseconds(LONG_CYCLES) - milliseconds(SHORT_CYCLES) for _ in range(PROBES)]
-        return (LONG_CYCLES - SHORT_CYCLES) / max(min(slopes), 1e-3)
-
-    def current(self) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.device(self.device)
-
-    def now_ms(self) -> float:
-        return time.perf_counter_ns() / 1e6
-
-    def mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def sleep(self, cycles: int) -> None:
+    def milliseconds(cycles: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
 
-    def flush(self) -> None:
-        """Queues a write that evicts everything from the last-level cache."""
-        cache = int(torch.cuda.get_device_properties(self.device).L2_cache_size)
-        torch.empty(max(2 * cache, MIN_FLUSH_BYTES), dtype=torch.int8, device=self.device).zero_()
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+    milliseconds(LONG_CYCLES)  # wakes a device whose clocks are low
+    slopes = [milliseconds(LONG_CYCLES) - milliseconds(SHORT_CYCLES) for _ in range(PROBES)]
+    return (LONG_CYCLES - SHORT_CYCLES) / max(min(slopes), 1e-3)
 
 
-open_queue = functools.cache(CudaQueue)  # calibrated once per process and device
+def host_ms() -> float:
+    return time.perf_counter_ns() / 1e6
+
+
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -135,7 +113,7 @@ class Samples(list[float]):
 
     def __init__(self, call: Call, device: torch.device, protocol: Protocol, *, alone: bool = False) -> None:
         super().__init__()
-        self._call, self._queue = call, open_queue(device) if device.type == "cuda" else None
+        self.call, self._device = call, device
         self.untimed_ms, self._settle_ms = 0.0, 0.0 if alone else SETTLE_MS
         self._hide, self._sleep_ms = protocol.launch == "hidden", 0.0
         self.hosts_ms: list[float] = []  # host time to queue each call on CUDA
@@ -155,11 +133,11 @@ class Samples(list[float]):
 
     def take(self, number: int) -> None:
         """Times one more call, in round `number`."""
-        if self._queue is not None:
-            with self._queue.current():
-                start = self._queue.now_ms()
+        if self._device.type == "cuda":
+            with current_device(self._device):
+                start = host_ms()
                 self.append(self._on_device(number))
-                self.untimed_ms += max(self._queue.now_ms() - start - self[-1], 0.0)
+                self.untimed_ms += max(host_ms() - start - self[-1], 0.0)
             return
         untimed_ms = 0.0
         if self and self[-1] >= LONG_MS:
@@ -171,70 +149,78 @@ class Samples(list[float]):
         self.append(self._on_host(number))
 
     def _on_host(self, number: int) -> float:
-        begin(self._call, number)
-        start = time.perf_counter_ns()
-        self._call(number)
-        return (time.perf_counter_ns() - start) / 1e6
+        begin(self.call, number)
+        start = host_ms()
+        self.call(number)
+        return host_ms() - start
 
     def _on_device(self, number: int) -> float:
         if self._hide and not self.host_bound:
             if not self._sleep_ms:
-                host_ms = statistics.median(self._queued(number)[1] for _ in range(PROBES))
-                self._sleep_ms = MARGIN * host_ms + SLACK_MS
+                queued_ms = statistics.median(self._queued(number)[1] for _ in range(PROBES))
+                self._sleep_ms = MARGIN * queued_ms + SLACK_MS
             for _ in range(ATTEMPTS):
-                device_ms, host_ms, hidden = self._queued(number, self._sleep_ms)
+                device_ms, queued_ms, hidden = self._queued(number, self._sleep_ms)
                 if hidden:
                     break
                 self._sleep_ms *= 2
             self.host_bound = not hidden
         if not self._hide or self.host_bound:
-            device_ms, host_ms, _ = self._queued(number)
-        self.hosts_ms.append(host_ms)
+            device_ms, queued_ms, _ = self._queued(number)
+        self.hosts_ms.append(queued_ms)
         return device_ms
 
     def _queued(self, number: int, sleep_ms: float = 0.0) -> tuple[float, float, bool]:
         """Returns device ms, host ms, and True if the device still slept when the call had been queued."""
-        queue: Any = self._queue
-        begin(self._call, number)
-        if self._hide:
-            queue.flush()
-        queue.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin(self.call, number)
+        if self._hide:  # write more bytes than the last-level cache holds
+            cache = int(torch.cuda.get_device_properties(self._device).L2_cache_size)
+            torch.empty(max(2 * cache, MIN_FLUSH_BYTES), dtype=torch.int8, device=self._device).zero_()
+        synchronize(self._device)
         if sleep_ms:
-            queue.sleep(int(sleep_ms * queue.cycles_per_ms))
-        start, began = queue.mark(), queue.now_ms()
-        self._call(number)
-        host_ms, end = queue.now_ms() - began, queue.mark()
+            torch.cuda._sleep(int(sleep_ms * cycles_per_ms(self._device)))
+        start.record()
+        began = host_ms()
+        self.call(number)
+        queued_ms = host_ms() - began
+        end.record()
         hidden = not start.query()
         end.synchronize()
-        return start.elapsed_time(end), host_ms, hidden
+        return start.elapsed_time(end), queued_ms, hidden
 
 
-def time_interleaved(
-    calls: Mapping[str, Call], device: torch.device | str, protocol: Protocol | None = None, *,
-    is_done: Callable[[int, Mapping[str, Samples]], bool] | None = None,
-) -> dict[str, Samples]:  # fmt: skip
-    """Times several calls interleaved until each satisfies the protocol. Each call gets the number of the round.
+class Interleaved(dict[str, Samples]):
+    """The samples of several calls by name. `running` is the name of the call that ran last."""
 
-    `is_done` replaces the condition. It is called after every round with the number of rounds and the samples so far.
-    """
-    device = torch.device(device)
-    protocol = Protocol() if protocol is None else protocol
-    with open_queue(device).current() if device.type == "cuda" else contextlib.nullcontext():
-        for call in calls.values():
-            end = time.perf_counter() + protocol.warmup_seconds
-            for number in range(protocol.warmup_repeats):
-                call(number)
-                synchronize(device)
-                if time.perf_counter() >= end:
-                    break
-        samples = {name: Samples(call, device, protocol, alone=len(calls) == 1) for name, call in calls.items()}
+    def __init__(self, calls: Mapping[str, Call], device: torch.device, protocol: Protocol) -> None:
+        alone = len(calls) == 1
+        super().__init__({name: Samples(call, device, protocol, alone=alone) for name, call in calls.items()})
+        self.device, self.protocol, self.running = device, protocol, ""
+
+    def rounds(self) -> Iterator[int]:
+        """Warms up. Then yields after every round the number of rounds. Each call gets the number of the round."""
+        for name, taken in self.items():
+            self.running, end = name, time.perf_counter() + self.protocol.warmup_seconds
+            with current_device(self.device):
+                for number in range(self.protocol.warmup_repeats):
+                    taken.call(number)
+                    synchronize(self.device)
+                    if time.perf_counter() >= end:
+                        break
         for number in itertools.count():
             # Random order, so that the effects of a call (spinning threads, a warm cache) are shared equally.
-            for name in random.Random(number).sample([*calls], len(calls)):
-                samples[name].take(number)
-            if protocol.is_satisfied(samples) if is_done is None else is_done(number + 1, samples):
-                break
-    return samples
+            for name in random.Random(number).sample([*self], len(self)):
+                self.running = name
+                self[name].take(number)
+            yield number + 1
+
+
+def time_interleaved(calls: Mapping[str, Call], device: torch.device | str, protocol: Protocol) -> Interleaved:
+    """Times several calls interleaved until each satisfies the protocol."""
+    timed = Interleaved(calls, torch.device(device), protocol)
+    any(protocol.is_satisfied(timed) for _ in timed.rounds())
+    return timed
 
 
 def begin(call: Call, number: int) -> None:
@@ -245,7 +231,7 @@ def begin(call: Call, number: int) -> None:
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        open_queue(device).synchronize()
+        torch.cuda.synchronize(device)
 
 
 def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int:

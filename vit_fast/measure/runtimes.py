@@ -76,16 +76,18 @@ def file_name(candidate: Candidate) -> str:
 
 
 def provide_onnx(
-    candidate: Candidate, model: nn.Module, folder: Path, images: Tensor, image_files: Sequence[str | Path]
-) -> Path:
+    candidate: Candidate, model: Callable[[], nn.Module], folder: Path, images: Tensor,
+    image_files: Sequence[str | Path] = (),
+) -> Path:  # fmt: skip
     """Returns the candidate's ONNX file in a folder; exports it if it is missing, int8 from the file in fp32."""
-    path = folder / file_name(candidate)
+    path, source = folder / file_name(candidate), None
     if not path.exists():
-        source = None
-        if candidate.precision == "int8" and not isinstance(model, OnnxFile):
-            source = provide_onnx(dataclasses.replace(candidate, precision=None), model, folder, images, image_files)
+        given = model()
+        if candidate.precision == "int8" and not isinstance(given, OnnxFile):
+            in_fp32 = dataclasses.replace(candidate, precision=None)
+            source = provide_onnx(in_fp32, lambda: given, folder, images, image_files)
         with file_aside(path) as aside:
-            write_onnx(candidate, model, aside, images, image_files, source)
+            write_onnx(candidate, given, aside, images, image_files, source)
     return path
 
 

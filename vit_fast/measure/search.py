@@ -162,7 +162,7 @@ class _Search:
                     self._drop(trial, f"{factor:.1f}x slower than the fastest")
         for candidate in pending:
             seconds = self.bench.seconds(candidate)
-            reason = f"skipped: needs about {format_number(seconds, 2)} s, more than the budget allows"
+            reason = f"not tried: needs about {format_number(seconds, 2)} s, more than the budget allows"
             self.trials.append(Trial(candidate, reason=reason))
             self._lack(seconds)
 

@@ -35,12 +35,12 @@ from .candidate import (
     at_most,
     describe_error,
     errors_of,
-    is_out_of_memory,
     leaves_of,
     limits_of,
     prepare,
     spread,
     tensors_in,
+    why_failed,
 )
 from .clock import Call, Protocol, Samples, format_number, free_memory
 from .runtimes import OnnxFile, file_name, open_reference
@@ -112,7 +112,7 @@ def slow_precisions(device: torch.device, allowed: Collection[Precision]) -> dic
     for name in PRECISIONS[:2]:
         if name in allowed and (factor := matmul_slowdown(DTYPES[name])) > 1:
             reason = f"this CPU's {name} matmuls are {factor:.1f}x slower than fp32: to try {name}, allow nothing else"
-            found[name] = f"skipped: {reason}"
+            found[name] = f"not tried: {reason}"
     return found
 
 
@@ -304,7 +304,7 @@ class Trials:
                 raise
             if isinstance(error, TimeoutError):
                 self._learn(typical_s, max(typical_s, time.perf_counter() - begun))
-                raise OutOfTime(str(error)) from None
+                raise OutOfTime(f"not tried: preparation {error}") from None
             raise Refused(_in_words(error)) from None
         verdict, agreement = ready.verdict, 1.0 if ready.agreement is None else ready.agreement
         peak, limit, reason = ready.own_bytes + (ready.call_bytes or 0), self.memory_limit, verdict.reason
@@ -372,6 +372,5 @@ def device_of_example(example: Any) -> torch.device:
 
 
 def _in_words(error: Exception) -> str:
-    if isinstance(error, UnsupportedInputError):
-        return "; ".join(error.reasons)
-    return "out of memory" if is_out_of_memory(error) else describe_error(error)[:200]
+    status, reason = why_failed(error)
+    return status if status == "out of memory" else reason
