@@ -27,8 +27,9 @@ from torch.autograd import DeviceType
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, NOISE, Measure, error_of, size_of
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure import candidate as measuring
-from vit_fast.measure.candidate import MEASURES, Candidate, Prepared, Reference, at_most, describe_error
+from vit_fast.measure.candidate import MEASURES, Candidate, Prepared, Reference, describe_error
 from vit_fast.measure.clock import Call, Protocol, begin, synchronize, time_interleaved
+from vit_fast.measure.limits import at_most
 from vit_fast.work import Work
 
 from .candidates import build_reference, make

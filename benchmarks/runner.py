@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from vit_fast.measure import clock
-from vit_fast.measure.candidate import Candidate, Prepared, Status, at_most, describe_error, why_failed
+from vit_fast.measure.candidate import Candidate, Prepared, Status, describe_error, why_failed
 from vit_fast.measure.clock import Call, Interleaved, Protocol, Samples, time_interleaved
+from vit_fast.measure.limits import at_most
 from vit_fast.version import describe, nvidia_smi
 
 from . import preparation, records
@@ -215,7 +216,10 @@ class _Run:
     def _time(self, group: Group, prepared: dict[str, Prepared], end_s: float) -> None:
         # at batch size 1, the host's launch time counts, as for a single request
         launch: Any = "counted" if group.batch_size == 1 and group.model.data is not None else "hidden"
-        protocol = dataclasses.replace(self.configuration.protocol, launch=launch)
+        protocol, limited = (
+            dataclasses.replace(self.configuration.protocol, launch=launch),
+            self.configuration.is_limited,
+        )
         while prepared:
             clock.free_memory(self.device)  # of failed candidates
             self.tell(f"{group}: timing {len(prepared)} candidates, interleaved")
@@ -229,7 +233,7 @@ class _Run:
                     for number in timed.rounds():
                         again()
                         is_late = self.elapsed_s() >= end_s
-                        if self._is_done(number, timed, best) or (is_late and is_enough(*timed.values())):
+                        if _is_done(number, timed, best, limited) or (is_late and is_enough(*timed.values())):
                             break
             except KeyboardInterrupt:
                 add({name: taken for name, taken in timed.items() if is_enough(taken)}, "interrupted")
@@ -244,14 +248,6 @@ class _Run:
             else:
                 add(timed, "skipped")
                 break
-
-    def _is_done(self, number: int, timed: Interleaved, best: str) -> bool:
-        """Returns True if the protocol is satisfied and, in a limited run, noise does not prevent a ranking."""
-        is_done = timed.protocol.is_satisfied(timed)
-        if is_done and self.configuration.is_limited:
-            is_done = number % ROUNDS_BETWEEN == 0
-            is_done &= clock.control(timed[best], timed[AGAIN])["resolution"] <= clock.UNRANKABLE
-        return is_done
 
     def _add_timed(
         self, group: Group, prepared: Mapping[str, Prepared], best: str, conditions: Conditions,
@@ -281,6 +277,15 @@ class _Run:
                 torch.ones(1, device=self.device).item()
             except RuntimeError as error:
                 raise GpuFailed(f"{GPU_FAILED} {name}: {describe_error(error)}") from None
+
+
+def _is_done(number: int, timed: Interleaved, best: str, limited: bool) -> bool:
+    """Returns True if the protocol is satisfied and, in a limited run, noise does not prevent a ranking."""
+    is_done = timed.protocol.is_satisfied(timed)
+    if is_done and limited:
+        is_done = number % ROUNDS_BETWEEN == 0
+        is_done &= clock.control(timed[best], timed[AGAIN])["resolution"] <= clock.UNRANKABLE
+    return is_done
 
 
 def _other_modes(candidate: Candidate, prepared: Mapping[str, Prepared]) -> list[str]:

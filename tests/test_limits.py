@@ -9,8 +9,8 @@ import weakref
 
 import pytest
 
-from vit_fast.measure import candidate
-from vit_fast.measure.candidate import at_most, patient_interrupt
+from vit_fast.measure import limits
+from vit_fast.measure.limits import at_most, patient_interrupt
 
 
 def test_the_second_ctrl_c_is_ignored_and_the_handler_of_the_caller_runs() -> None:
@@ -47,7 +47,7 @@ def test_a_limit_restores_the_alarm_of_the_caller() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_limit_that_is_swallowed_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a weakref callback, whose errors Python ignores, and by a handler."""
-    monkeypatch.setattr(candidate, "REPEAT_S", 0.1)
+    monkeypatch.setattr(limits, "REPEAT_S", 0.1)
     with pytest.raises(TimeoutError, match=r"more than 0\.01 s"), at_most(0.01):
         held: set[int] = set()
         reference = weakref.ref(held, lambda _: time.sleep(1000))

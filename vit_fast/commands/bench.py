@@ -86,7 +86,7 @@ def bench(
     from ..benchmarks.configuration import make_configuration
     from ..benchmarks.records import RECORD_NAME, Journal, check_folder, to_json
     from ..benchmarks.runner import header_of, reopen, run
-    from ..measure.candidate import patient_interrupt
+    from ..measure.limits import patient_interrupt
 
     console = wide_console(stderr=as_json)
     if list_candidates:

@@ -28,8 +28,9 @@ from ..files import folder_aside
 from . import cache
 from .build import Optimized, arguments, changed_copy, map_floating, only_images
 from .cache import CachedResult
-from .candidate import DTYPES, ORIGINAL, PRECISIONS, Candidate, Precision, describe_error, patient_interrupt
+from .candidate import DTYPES, ORIGINAL, PRECISIONS, Candidate, Precision, describe_error
 from .clock import format_number, percentile, ratio, ratio_interval
+from .limits import patient_interrupt
 from .runtimes import OnnxFile, write_onnx
 from .search import SHARE, Found, Objective, Refused, paired, search
 from .trials import Checked, Trials, candidates, candidates_of_file, device_of_example, first_batch, slow_precisions

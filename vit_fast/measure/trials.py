@@ -32,7 +32,6 @@ from .candidate import (
     Candidate,
     Precision,
     Reference,
-    at_most,
     describe_error,
     errors_of,
     leaves_of,
@@ -43,6 +42,7 @@ from .candidate import (
     why_failed,
 )
 from .clock import Call, Protocol, Samples, format_number, free_memory
+from .limits import at_most
 from .runtimes import OnnxFile, file_name, open_reference
 from .search import HOPELESS, OutOfTime, Refused
 
