@@ -140,7 +140,7 @@ def _build_changed(builder: Builder, changes: Candidate, candidate: Candidate, g
         _require_whole(candidate, group, unable_reasons(group.device, group.dtype))
     model = builder(candidate, group)
     if changes.graphs:
-        return GraphRunner(model, _images(group)[:1], batch_sizes=(group.batch_size,))
+        return GraphRunner(model, _images(group)[:1], batch_sizes=(group.batch_size,), fuse=False)
     return changed_copy(changes, model, _images(group), ())
 
 

@@ -53,11 +53,20 @@ class AnyModel(ImageModel):
         """Returns True for each input whose axis 0 is the batch."""
         return [bool(self.leaves[i].ndim) and len(self.leaves[i]) == self.batch for i in self.names]
 
+    @property
+    def example(self) -> Any:
+        args, kwargs = self._arguments(tuple(self.inputs.values()))
+        return kwargs or args
+
+    def _arguments(self, inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = dict(zip(self.names, inputs))
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(
+            [given.get(i, leaf) for i, leaf in enumerate(self.leaves)], self.spec
+        )
+        return arguments
+
     def compute(self, inputs: Sequence[Tensor], wanted: Outputs, dynamic_size: bool) -> dict[str, Tensor]:
-        leaves = list(self.leaves)
-        for i, x in zip(self.names, inputs):
-            leaves[i] = x
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = self._arguments(inputs)
         outputs = dict(named(self.model(*args, **kwargs), ""))
         kinds = {name: type(y).__name__ for name, y in outputs.items() if not isinstance(y, Tensor)}
         if other := [f"{name} must be a tensor, got {kind}" for name, kind in kinds.items()]:

@@ -28,6 +28,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from onnxscript.rewriter import rewrite
 from onnxscript.rewriter.ort_fusions.bias_gelu import fuse_bias_gelu
 from onnxscript.rewriter.ort_fusions.skip_normalization import fuse_skip_layer_normalization
@@ -196,9 +197,11 @@ class _Exported(nn.Module):
 
 def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
     """Captures a model as an ONNX graph whose input "images" is fp32."""
+    dtype = DTYPES[options.dtype]
     if options.dtype != "fp32":
-        vit = vit.copy_in(DTYPES[options.dtype])
-    vit = dataclasses.replace(vit, model=sharing_copy(vit.model))
+        vit = vit.copy_in(dtype)
+    example = pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, vit.example)
+    vit = dataclasses.replace(vit, model=sharing_copy(vit.model, example))
     blocks: list[Any] = [module for module in vit.model.modules() if isinstance(module, FusedNormMlp)]
     for block in blocks:
         parts = block.read()

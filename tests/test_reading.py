@@ -339,3 +339,17 @@ def test_a_model_that_states_its_size_needs_no_example() -> None:
     vit_fast.unfuse(model)
     model.img_size = 20  # type: ignore[assignment]
     assert len(vit_fast.fuse(model).require_all().fused) == 2
+
+
+def test_functions_that_have_an_example_pass_it_on(tmp_path: Any) -> None:
+    model = Net(Packed).eval()
+    vit_fast.GraphRunner(model, IMAGES, fallback="eager", fuse=False)
+    assert len(vit_fast.calibrate(model, IMAGES).linears) == 2 * 4
+    vit_fast.unfuse(model)
+    report = vit_fast.export.export_onnx(model, tmp_path / "m.onnx", example=IMAGES, target="ort-cpu")
+    assert report.nodes["MultiHeadAttention"] == 2
+    expected = model(IMAGES)
+    assert not any(isinstance(each, ReadModule) for each in model.modules())
+    runner = vit_fast.GraphRunner(model, IMAGES, fallback="eager")
+    assert any(isinstance(each, ReadModule) for each in model.modules())
+    torch.testing.assert_close(runner(IMAGES), expected)

@@ -61,7 +61,7 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
     the choice of layers that stay in half precision (see `keep` of `fuse`).
 
     Args:
-        model: A model that `fuse` supports, fused or not, in evaluation mode.
+        model: A model in evaluation mode, fused or not. Modules of unknown classes are read on the images.
         images: Images [B, ...], or an iterable of batches such as a DataLoader. If a batch is a tuple or list, its
             first element is used. Images are moved to the model's device, and floating images to its dtype. A few dozen
             images suffice. They stay in memory as long as the model, for `fuse(..., min_agreement=...)`.
@@ -80,7 +80,7 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
     if model.training:
         raise ValueError("model must be in evaluation mode: call eval() first")
     batches = _batches(model, images)
-    copied = sharing_copy(model)
+    copied = sharing_copy(model, batches[0][:2])
     blocks, skipped = emulate(copied)
     if not blocks:
         reasons = [f"{name}: {why}" for name, why in skipped.items()]

@@ -63,7 +63,8 @@ def fuse(
         example: Input of one forward: a tensor, a tuple of arguments, or a dictionary of keyword arguments. Modules
             whose class is unknown are captured on it. A module is fused only if its parts compute the same outputs and
             gradients on random weights. Calls with other arguments than in this forward run the original forward. By
-            default, fuse makes an image if the model states its size and contains unknown classes.
+            default, fuse uses the images of `calibrate`, or if the model contains unknown classes and states its size,
+            a random image.
     Returns:
         A report with one row per fused or skipped module.
     Raises:
@@ -75,15 +76,17 @@ def fuse(
     choice = None
     if precision is not None or keep is not None or min_agreement is not None:
         fp8.check_request(model, backend, precision)
-        choice, backend = fp8.choose(model, sharing_copy(model), keep, min_agreement), "triton"
+        if example is None:
+            example = fp8.calibration_images(model)
+        choice, backend = fp8.choose(model, sharing_copy(model, example), keep, min_agreement), "triton"
     device = device_of(model)
     resolved = resolve_backend(backend, device, dtype_of(model))
     if backend == "triton" and device.type != "meta":  # a model moves from meta to its device later
         raise_unsupported("fuse with backend='triton'", list(triton_unavailable_reasons(device)))
-    walk = Walk(model, backend, resolved, None if example is None else read_model(model, example, is_supported))
-    if example is None and walk.has_unknown() and (image := example_of(model)) is not None:
-        with contextlib.suppress(Exception):  # of the model's forward, which may need more than an image
-            walk = Walk(model, backend, resolved, read_model(model, image, is_supported))
+    if example is None:
+        walk = _walk(model, backend, resolved)
+    else:
+        walk = Walk(model, backend, resolved, read_model(model, example, is_supported))
     if normalize is not None:
         walk.add_normalize(*check_normalize(normalize))
     if any(PLACE in module._modules for module in model.modules()):  # calibrated
@@ -93,6 +96,12 @@ def fuse(
     why = auto_reasons(device, dtype_of(model)) if backend == "auto" and resolved != "triton" else ()
     measured = () if choice is None else choice.notes
     return FusionReport(resolved, tuple(rows), why, precision, measured, tuple(walk.elsewhere))
+
+
+def fuse_plain(model: nn.Module, example: Any) -> None:
+    """Calls fuse with an example, unless a part of the model is fused or compiled."""
+    if not any(isinstance(part, FusedModule) or hasattr(part, "_orig_mod") for part in model.modules()):
+        fuse(model, example=example)
 
 
 def unfuse(model: nn.Module) -> None:
@@ -197,8 +206,23 @@ def frozen_of(model: nn.Module) -> list[Frozen]:
     return [each.frozen for each in parts if each is not None and each.frozen is not None]
 
 
-def sharing_copy(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model that shares its tensors and is fused with "sdpa", which runs on any device."""
+def sharing_copy(model: nn.Module, example: Any = None) -> nn.Module:
+    """Returns a copy of a model that shares its tensors and is fused with "sdpa", which runs on any device.
+
+    Modules of unknown classes are read on the example, if the model can run on it.
+    """
     copied = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-    Walk(copied, "sdpa", "sdpa").apply()
+    _walk(copied, "sdpa", "sdpa", example).apply()
     return copied
+
+
+def _walk(model: nn.Module, backend: str, resolved: str, example: Any = None) -> Walk:
+    """Walks over a model. If its forward fails on the example, modules of unknown classes are skipped."""
+    by_class = functools.partial(Walk, model, backend, resolved)
+    if example is None:
+        walk = by_class()
+        if not walk.has_unknown() or (example := example_of(model)) is None:
+            return walk
+    with contextlib.suppress(Exception):  # e.g. the model needs more than an image
+        return by_class(read_model(model, example, is_supported))
+    return by_class()

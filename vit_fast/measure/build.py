@@ -93,7 +93,7 @@ def build(
         if candidate.graphs:
             if (images := only_images(example)) is None:
                 raise UnsupportedInputError(candidate.name, ["CUDA graphs need a model that takes one tensor"])
-            runner = GraphRunner(work, images.to(dtype or images.dtype), (candidate.split or len(images),))
+            runner = GraphRunner(work, images.to(dtype or images.dtype), (candidate.split or len(images),), fuse=False)
             function = _of_images(runner, model, example, candidate)
         if dtype is not None:
             function = with_inputs(function, lambda value: value.to(dtype))

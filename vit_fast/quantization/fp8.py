@@ -140,6 +140,11 @@ def as_model_input(model: nn.Module, batch: Tensor) -> Tensor:
     return batch.detach().to(device_of(model), dtype_of(model) if batch.is_floating_point() else None)
 
 
+def calibration_images(model: nn.Module) -> Tensor | None:
+    """Returns at most two calibration images of a model; None if it was not calibrated in this process."""
+    return as_model_input(model, IMAGES[model][0][:2]) if model in IMAGES else None
+
+
 def _required(
     copied: nn.Module, blocks: Sequence[EmulatedBlock], scales: Mapping[str, Fp8Scales], batches: Sequence[Tensor],
     wanted: float, always: Mapping[str, Collection[str]],

@@ -85,8 +85,8 @@ class ReadModule(FusedNormMlp):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = self.vit_fast_recipe.call.tokens(args, kwargs)
-        parts = parts_of(self) if self._is_captured(x) else None
-        if parts is None or self._drops(parts):
+        parts = self.ready() if self._is_captured(x) else None
+        if parts is None:
             return super().forward(*args, **kwargs)
         recipe = self.vit_fast_recipe
         reading = Reading(parts.attention, parts.mlp, recipe.layout)
@@ -107,13 +107,15 @@ class ReadModule(FusedNormMlp):
                 return False
         return recipe.trains or not any(part.training for part in self.modules())
 
-    def _drops(self, parts: BlockParts) -> bool:
-        """Returns True if the module changed or drops at random; `parts` lack a half that cannot be read."""
-        recipe = self.vit_fast_recipe
+    def ready(self) -> BlockParts | None:
+        """Returns the parts; None if the module changed, so that a half cannot be read, or drops at random."""
+        recipe, parts = self.vit_fast_recipe, parts_of(self)
+        if parts.fp8 is not None:
+            parts.fp8.check(self.vit_fast_backend)
         for half, read in ((parts.attention, recipe.attention), (parts.mlp, recipe.mlp)):
             if (half is None) is not (read[1] is None) or (half is not None and half.drops()):
-                return True
-        return False
+                return None
+        return parts
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies by the original class, because pickle looks up classes by name."""

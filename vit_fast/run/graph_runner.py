@@ -21,7 +21,7 @@ from ..blocks.block import parts_of
 from ..blocks.fused import FusedModule, FusedNormMlp
 from ..blocks.plain import Watch, forward_is_replaced, is_hooked
 from ..errors import UnsupportedInputError, check_batch_sizes, check_choice, check_integer, check_type
-from ..fusion.fuse import freeze, frozen_of
+from ..fusion import fuse as fusion
 from ..libraries.interface.image_model import required_input_reasons
 from ..libraries.interface.packed_tower import Call, ImageTower, Options, PackedTower, Part
 from ..libraries.known import fused_form, packed_tower
@@ -72,6 +72,7 @@ class GraphRunner:
             counts as an image.
         fallback: "error" raises an error for a call that no graph can run; "eager" runs the call without a graph. On
             the CPU, an example requires "eager"; budgets run without graphs, but pack and pad as on a GPU.
+        fuse: With an example: call `vit_fast.fuse(model, example=example)` if no part of the model is fused.
     Raises:
         ValueError: an argument is invalid.
         UnsupportedInputError: no graph can run the model and fallback is "error", or the tower does not fit budgets.
@@ -80,6 +81,7 @@ class GraphRunner:
     def __init__(
         self, model: nn.Module, example: Tensor | None = None, batch_sizes: Sequence[int] | None = None, *,
         budgets: Sequence[int] | None = None, max_images: int | None = None, fallback: Fallback = "error",
+        fuse: bool = True,
     ) -> None:  # fmt: skip
         check_type("model", model, nn.Module)
         check_choice("fallback", fallback, get_args(Fallback))
@@ -112,9 +114,14 @@ class GraphRunner:
             if reasons and fallback == "error":
                 raise UnsupportedInputError("GraphRunner", [*reasons, "fallback='eager' runs the model without graphs"])
         self.captured, self._eager = not reasons, bool(reasons) and example is not None
+        is_plain = not any(
+            isinstance(module, FusedModule) or hasattr(module, "_orig_mod") for module in model.modules()
+        )
+        if fuse and example is not None and is_plain:
+            fusion.fuse(model, example=example)
         if self.captured:
-            freeze(self.model)
-        self._frozen = frozen_of(self.model)  # keeps them alive: the graphs read their memory
+            fusion.freeze(self.model)
+        self._frozen = fusion.frozen_of(self.model)  # keeps them alive: the graphs read their memory
         self._watched, self._lock, self._stats = Watched(model), threading.Lock(), GraphStats()
         self._graphs: dict[tuple[int, Options, Options], tuple[dict[str, Tensor], Callable[[], Any]]] = {}
         self._memory: tuple[Any, Any] = None, None  # stream and memory pool of the captures
@@ -229,7 +236,7 @@ class GraphRunner:
             if self.captured:
                 run = capture(run, *self._memory)
                 # weights may have been frozen again since the last capture
-                self._frozen += [each for each in frozen_of(self.model) if each not in self._frozen]
+                self._frozen += [each for each in fusion.frozen_of(self.model) if each not in self._frozen]
                 self._stats.graphs += 1
             self._graphs[key] = buffers, run
         return run

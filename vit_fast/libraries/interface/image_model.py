@@ -57,6 +57,11 @@ class ImageModel:
         """Examples of the inputs [2, ...] by name; axis 0 of each is the batch."""
         return {"images": torch.randn(2, self.in_chans, *self.image_hw, device="cpu")}
 
+    @property
+    def example(self) -> Any:
+        """The arguments of a call with `inputs`, as `fuse` takes them."""
+        return tuple(self.inputs.values())
+
     def batched(self) -> list[bool]:
         """Returns True for each input whose axis 0 is the batch."""
         return [True] * len(self.inputs)
