@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.reading.capture import UnreadableError
+from vit_fast.reading.forms import ReadModule
 from vit_fast.reading.reader import read
 
 IMAGES = torch.randn(2, 3, 20, 16, generator=torch.Generator().manual_seed(0))

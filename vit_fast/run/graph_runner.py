@@ -65,7 +65,7 @@ class GraphRunner:
             supported; other modes capture their own CUDA graphs. With budgets, the model must be a vision tower that
             docs/classes.md lists with "token budgets".
         example: Images [any, channels, height, width] with the size, dtype and device of later calls.
-        batch_sizes: With an example: batch sizes to capture, by default 1, 8 and 32. Each size needs device memory.
+        batch_sizes: With an example: batch sizes to capture, by default 1, 8 and 32.
         budgets: Instead of an example: numbers of tokens. A graph is captured at the first call that needs it.
             `vit_fast.budgets_for` suggests budgets.
         max_images: With budgets: maximum number of images in one graph, by default 64. Each temporal patch of a video
@@ -114,11 +114,8 @@ class GraphRunner:
             if reasons and fallback == "error":
                 raise UnsupportedInputError("GraphRunner", [*reasons, "fallback='eager' runs the model without graphs"])
         self.captured, self._eager = not reasons, bool(reasons) and example is not None
-        is_plain = not any(
-            isinstance(module, FusedModule) or hasattr(module, "_orig_mod") for module in model.modules()
-        )
-        if fuse and example is not None and is_plain:
-            fusion.fuse(model, example=example)
+        if fuse and example is not None:
+            fusion.fuse_plain(model, example)
         if self.captured:
             fusion.freeze(self.model)
         self._frozen = fusion.frozen_of(self.model)  # keeps them alive: the graphs read their memory
