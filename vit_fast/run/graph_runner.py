@@ -66,8 +66,7 @@ class GraphRunner:
             docs/classes.md lists with "token budgets".
         example: Images [any, channels, height, width] with the size, dtype and device of later calls.
         batch_sizes: With an example: batch sizes to capture, by default 1, 8 and 32.
-        budgets: Instead of an example: numbers of tokens. A graph is captured at the first call that needs it.
-            `vit_fast.budgets_for` suggests budgets.
+        budgets: Instead of an example: numbers of tokens, see `vit_fast.budgets_for`. Captured when needed.
         max_images: With budgets: maximum number of images in one graph, by default 64. Each temporal patch of a video
             counts as an image.
         fallback: "error" raises an error for a call that no graph can run; "eager" runs the call without a graph. On
