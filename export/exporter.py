@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import onnx
 from PIL import Image
@@ -17,14 +17,13 @@ from vit_fast.blocks.fp8_scales import runs_in_fp8
 from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError, check_type, raise_unsupported
 from vit_fast.files import file_aside
-from vit_fast.libraries.interface.image_model import ImageModel, Output, Outputs
-from vit_fast.libraries.known import recognize
+from vit_fast.libraries.interface.image_model import Output, Outputs
 from vit_fast.version import __version__, installed
 
 from . import graphs
-from .any_model import describe
+from .call import Batch, Call, call_of
 from .deployment import trtexec_line
-from .graphs import Batch, shape_of
+from .graphs import shape_of
 from .half import check_parameters, keep_in_range
 from .options import ATTENTION_OPSET, ExportOptions, Precision, Target, default_opset
 from .preprocessing import prepend, preprocessing_model
@@ -33,7 +32,7 @@ from .report import ExportReport
 from .runtime.metadata import CLASSES, PREFIX, inspect_onnx
 from .runtime.runner import reasons_against
 from .tensorrt import tensorrt_reasons
-from .verification import IMAGES, PIXELS_LARGE, check_labeled, fed_by, inputs_of, measure_accuracy, verify_file
+from .verification import IMAGES, PIXELS_LARGE, check_labeled, measure_accuracy, verify_file
 
 PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "timm", "transformers", "torchvision")
 HELD_OUT_IMAGES = 64
@@ -115,61 +114,59 @@ def export_onnx(
         reason = "the model must not be in FP8 already: pass the original model, and export with precision='fp8'"
         raise UnsupportedInputError("export of a model in FP8", [reason])
     try:
-        vit = recognize(model) if example is None else describe(model, example, options)
+        call = call_of(model, example, options)
     except UnsupportedInputError as error:
         advice = ["to export any model, pass example (--img-size)"] if example is None else []
         raise UnsupportedInputError(error.what, [*error.reasons, *advice]) from None
-    _complete(vit, options, data_config, class_names)
+    vit = call.vit
+    _complete(call, data_config, class_names)
     measured, verified, whole = _images(options, calibration, images, verify)
     if verify and precision == "bf16" and (reasons := reasons_against("cuda")):
         reasons = [f"ONNX Runtime runs bf16 on CUDA only, but {reason}" for reason in reasons]
         reasons.append("to export without verification, pass verify=False (--no-verify)")
         raise UnsupportedInputError("a bf16 file cannot be verified on this machine", reasons)
     if options.dtype == "fp16":
-        check_parameters(vit)
-    labeled = None if validation is None else check_labeled(Path(validation), vit, options)
+        check_parameters(vit.model)
+    labeled = None if validation is None else check_labeled(Path(validation), call)
 
     report = ExportReport(str(path), vit.name, vit.library, options.opset, target, precision)
     with file_aside(path) as aside:
-        graph = graphs.capture(vit, options)
+        graph = graphs.capture(call)
+        graph.graph.name = vit.name.replace("/", "_")
         report.outputs = {str(y.name): shape_of(y) for y in graph.graph.outputs}
         if options.dtype == "fp16":
-            report.in_fp32 = keep_in_range(graph, vit, _batches(verified[:IMAGES], vit, options))
+            report.in_fp32 = keep_in_range(graph, _batches(call, verified[:IMAGES]))
         report.fusions = graphs.optimize(graph, options)
         if options.is_eight_bit:
-            batches, held_out = (_batches(images, vit, options) for images in (measured, verified))
-            graph, report.eight_bit = quantize(graph, options, batches, held_out)
+            graph, report.eight_bit = quantize(graph, options, _batches(call, measured), _batches(call, verified))
         if options.preprocess and vit.data_config is not None:
-            batch = None if options.dynamic_batch else vit.batch
+            batch = None if options.dynamic_batch else call.batch
             prepend(graph, preprocessing_model(vit.data_config, vit.image_hw, vit.in_chans, options.opset, batch))
         if target == "tensorrt":
             raise_unsupported("a file for TensorRT", tensorrt_reasons(graph))
         graphs.forget_inner_shapes(graph)
         graph.producer_name, graph.producer_version = "vit-fast", __version__
-        graph.graph.name = vit.name.replace("/", "_")
         report.nodes = dict(graphs.count_nodes(graph).most_common())
         graph.ir_version = report.ir_version = options.ir_version or graph.ir_version
         report.external_data = graphs.save(graph, aside, options.external_data)
         del graph
-        _write_metadata(aside, vit, options, source, report)  # OnnxRunner reads it
+        _write_metadata(aside, call, source, report)  # OnnxRunner reads it
         if verify:
-            report.checks, report.reference, report.device = verify_file(aside, vit, options, verified)
+            report.checks, report.reference, report.device = verify_file(aside, call, verified)
             report.budget = options.budget
         if labeled is not None:
-            report.accuracy = measure_accuracy(aside, vit, options, labeled)
-        _write_metadata(aside, vit, options, source, report)
+            report.accuracy = measure_accuracy(aside, call, labeled)
+        _write_metadata(aside, call, source, report)
         report.bytes = sum(part.stat().st_size for part in aside.parent.iterdir())
     if target == "tensorrt":
         report.trtexec = trtexec_line(inspect_onnx(path))
-    report.warnings = _warnings(report, options, vit, whole)
+    report.warnings = _warnings(report, call, whole)
     return report
 
 
-def _complete(
-    vit: ImageModel, options: ExportOptions, data_config: DataConfig | Mapping[str, Any] | None,
-    names: Sequence[str] | None,
-) -> None:  # fmt: skip
+def _complete(call: Call, data_config: DataConfig | Mapping[str, Any] | None, names: Sequence[str] | None) -> None:
     """Sets the given preprocessing and class names, and checks that nothing is missing."""
+    vit, options = call.vit, call.options
     if data_config is not None:
         check_type("data_config", data_config, DataConfig, Mapping)
         if not isinstance(data_config, DataConfig):
@@ -177,13 +174,11 @@ def _complete(
         vit.set_data_config(data_config)
     if names is not None:
         check_type("class_names", names, list, tuple)
-        if vit.is_known and len(names) != vit.num_classes:
+        if vit.num_classes and len(names) != vit.num_classes:
             raise ValueError(f"class_names must have {vit.num_classes} names, one per class, got {len(names)}")
         vit.class_names = tuple(map(str, names))
     if options.preprocess and vit.data_config is None:
         raise ValueError(f"data_config must be given for preprocess=True: {vit.no_data_config}")
-    if not vit.is_known:
-        return
     if {"logits", "probabilities"} & set(options.outputs.names) and not vit.num_classes:
         raise UnsupportedInputError("export of logits or probabilities", [f"{vit.name} has no classification head"])
     if beyond := [layer for layer in options.outputs.layers if not -vit.depth <= layer < vit.depth]:
@@ -216,19 +211,17 @@ def _names(output: Output | Sequence[Output] | None) -> tuple[Output, ...]:
     return names
 
 
-def _batches(images: list[Image.Image], vit: ImageModel, options: ExportOptions) -> list[Batch]:
-    size = (1 if math.prod(vit.image_hw) > PIXELS_LARGE else 4) if options.dynamic_batch else vit.batch
-    inputs = inputs_of(images, vit, vit.image_hw).split(size) if images else ()
-    return [fed_by(vit, vit.feed(one)) for one in inputs if options.dynamic_batch or len(one) == size]
+def _batches(call: Call, images: list[Image.Image]) -> list[Batch]:
+    most = 1 if math.prod(call.vit.image_hw) > PIXELS_LARGE else 4
+    return list(map(call.fed, call.batches(images, call.vit.image_hw, most)))
 
 
-def _write_metadata(
-    path: Path, vit: ImageModel, options: ExportOptions, source: str | None, report: ExportReport
-) -> None:
+def _write_metadata(path: Path, call: Call, source: str | None, report: ExportReport) -> None:
     """Replaces the metadata of a file: prefixed keys, values in JSON. Does not read external weights."""
+    vit, options = call.vit, call.options
     normalized = "[batch, channels, height, width] fp32, normalized by data_config"
-    kinds = [name for name in CLASSES if name in report.outputs]
-    kinds += options.outputs.names or (list(report.outputs) if vit.is_known else [])
+    kinds = [name for name in (*CLASSES, *report.outputs) if name in report.outputs and name in get_args(Output)]
+    kinds += options.outputs.names  # "intermediate"
     facts: dict[str, Any] = {"format": 1, "model": vit.name, "source": source} | report.measured()
     facts |= {name: getattr(vit, name) for name in ("library", "config", "class_names", "image_hw", "patch_hw")}
     facts |= {name: getattr(options, name) for name in ("dynamic_size", "preprocess", "precision", "target")}
@@ -237,7 +230,7 @@ def _write_metadata(
         "input": "[batch, height, width, channels] uint8 pixels" if options.preprocess else normalized,
         "output": next(iter(kinds), None),
         "outputs": report.outputs,
-        "inputs": None if vit.in_chans and len(vit.inputs) == 1 else list(vit.inputs),
+        "inputs": None if call.takes_images else list(call.names.values()),
         "versions": {"vit-fast": __version__} | {name: version for name in PACKAGES if (version := installed(name))},
     }
     if not vit.in_chans:  # the inputs contain no images
@@ -248,7 +241,8 @@ def _write_metadata(
     path.write_bytes(proto.SerializeToString())
 
 
-def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel, whole: int) -> list[str]:
+def _warnings(report: ExportReport, call: Call, whole: int) -> list[str]:
+    vit, options = call.vit, call.options
     is_int8, on_gpu = options.precision.startswith("int8"), options.target in ("ort-cuda", "tensorrt")
     slow_on_gpu = "int8 is usually slower than fp16 on a GPU: measure both"
     on_cpu_only = "verified on a CPU only: on the GPU, check the file with `vit-fast bench --models FILE`"

@@ -28,7 +28,6 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from onnxscript.rewriter import rewrite
 from onnxscript.rewriter.ort_fusions.bias_gelu import fuse_bias_gelu
 from onnxscript.rewriter.ort_fusions.skip_normalization import fuse_skip_layer_normalization
@@ -41,18 +40,17 @@ from vit_fast.blocks.fused import FusedNormMlp
 from vit_fast.blocks.parts import BlockParts, tensors_of
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.fusion.fuse import sharing_copy
-from vit_fast.libraries.interface.image_model import ImageModel
 from vit_fast.ops import qk_norm_rope, reference
 from vit_fast.ops.attention import attention_among, softmax_scale
 from vit_fast.ops.descriptions import Keys, Rope
 
+from .call import Batch, Call, cast
 from .capture_errors import reasons_of
 from .options import ATTENTION_OPSET, GELU_OPSET, MICROSOFT, ExportOptions
 from .report import Fusion
 from .runtime.runner import open_session
 
 BATCH = "batch"
-Batch = np.ndarray | dict[str, np.ndarray]
 PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20  # bytes of weights in one file: protobuf's 2 GiB, minus room for the graph
 SCOPES = "pkg.torch.onnx.name_scopes"  # metadata of nodes: names of the modules around them, until `optimize`
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -141,9 +139,10 @@ def _on_heads(
         return symbolic("Attention", (q, k, v), {"scale": scale}, dtype=q.dtype, shape=shape, version=ATTENTION_OPSET)
     # scale q before the matmul: in fp16, unscaled scores can exceed 65504
     scores = (q * scale) @ k.transpose(-1, -2)
-    if mask is not None:  # no runtime fuses attention with a mask
-        scores = torch.where(mask, scores, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    return scores.softmax(-1) @ v
+    if mask is None or mask.dtype != torch.bool:  # no runtime fuses attention with a mask
+        return (scores if mask is None else scores + mask).softmax(-1) @ v
+    # like torch, 0 for queries without keys
+    return torch.where(mask, scores, float("-inf")).softmax(-1).where(mask.any(-1, keepdim=True), 0.0) @ v
 
 
 def decompositions(options: ExportOptions) -> dict[Any, Callable[..., Any]]:
@@ -175,33 +174,32 @@ def decompositions(options: ExportOptions) -> dict[Any, Callable[..., Any]]:
 class _Exported(nn.Module):
     """Runs the model in its dtype, with inputs and outputs in fp32."""
 
-    def __init__(self, vit: ImageModel, options: ExportOptions) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__()
-        self.model = vit.model
-        self._vit, self._options = vit, options
+        self.model = call.vit.model
+        names = tuple("logits" if name == "probabilities" else name for name in call.options.outputs.names)
+        self._in_fp32 = names != call.options.outputs.names  # the softmax of probabilities
+        wanted = dataclasses.replace(call.options.outputs, names=names)
+        self._call = dataclasses.replace(call, options=dataclasses.replace(call.options, outputs=wanted))
         self.outputs = SimpleNamespace(names=[])  # torch.export would restore an attribute that is a list
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        options = self._options
-        logits = tuple("logits" if name == "probabilities" else name for name in options.outputs.names)
-        wanted = dataclasses.replace(options.outputs, names=logits)
-        cast = [x.to(DTYPES[options.dtype]) if x.is_floating_point() else x for x in inputs]
-        found = self._vit.compute(cast, wanted, options.dynamic_size)
+        found = self._call(cast(inputs, DTYPES[self._call.options.dtype]))
         results = {name: y.float() if y.is_floating_point() else y for name, y in found.items()}
-        if logits != options.outputs.names:  # softmax in fp32
+        if self._in_fp32:
             results = {("probabilities" if name == "logits" else name): y for name, y in results.items()}
             results["probabilities"] = results["probabilities"].softmax(-1)
         self.outputs.names = list(results)
         return tuple(results.values())
 
 
-def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
-    """Captures a model as an ONNX graph whose input "images" is fp32."""
-    dtype = DTYPES[options.dtype]
-    if options.dtype != "fp32":
-        vit = vit.copy_in(dtype)
-    example = pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, vit.example)
-    vit = dataclasses.replace(vit, model=sharing_copy(vit.model, example))
+def capture(call: Call) -> ir.Model:
+    """Captures a call as an ONNX graph, whose floating-point inputs are fp32."""
+    options, dtype = call.options, DTYPES[call.options.dtype]
+    vit = call.vit if options.dtype == "fp32" else call.vit.copy_in(dtype)
+    args, kwargs = call.arguments(cast(call.example(), dtype))
+    vit = dataclasses.replace(vit, model=sharing_copy(vit.model, kwargs or args))
+    call = dataclasses.replace(call, vit=vit)
     blocks: list[Any] = [module for module in vit.model.modules() if isinstance(module, FusedNormMlp)]
     for block in blocks:
         parts = block.read()
@@ -210,7 +208,7 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
             block.ready, block.is_idle = lambda parts=parts: parts, lambda: False
             block.run_as_block = block.vit_fast_exported.run_as_block
     with vit.exporting("sdpa", options.dynamic_size), _quiet(), torch.no_grad():
-        model = _to_onnx(_Exported(vit, options).eval(), vit, options)
+        model = _to_onnx(_Exported(call).eval(), call)
     if (written := model.opset_imports.get("")) != options.opset:  # torch cannot always lower the opset
         raise UnsupportedInputError(f"opset {options.opset}", [f"torch wrote opset {written} instead: pass {written}"])
     for node in model.graph.all_nodes():
@@ -221,7 +219,7 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
             if node.attributes.get_string("coordinate_transformation_mode") == "pytorch_half_pixel":
                 node.attributes.add(ir.AttrString("coordinate_transformation_mode", "half_pixel"))
     # torch's names of dynamic dimensions are like s34
-    first = model.graph.inputs[vit.batched().index(True)]
+    first = model.graph.inputs[call.batched.index(True)]
     batch = shape_of(first)[0]
     sides = {2: f"{vit.patch_hw[0]}*rows", 3: f"{vit.patch_hw[1]}*columns"} if options.dynamic_size else {}
     for value in (*model.graph.inputs, *model.graph.outputs):
@@ -229,38 +227,34 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
         dims = [BATCH if dim == batch else dim for dim in shape_of(value)] if options.dynamic_batch else shape_of(value)
         names = [dim if isinstance(dim, int) or dim == BATCH else f"{value.name}_{i}" for i, dim in enumerate(dims)]
         value.shape = ir.Shape([inner.get(i, name) for i, name in enumerate(names)])
-    _name_linears(model, vit)
+    _name_linears(model, vit.model)
     return model
 
 
-def _to_onnx(module: _Exported, vit: ImageModel, options: ExportOptions) -> ir.Model:
-    (height, width), (patch_h, patch_w) = vit.image_hw, vit.patch_hw
+def _to_onnx(module: _Exported, call: Call) -> ir.Model:
+    options, (height, width), (patch_h, patch_w) = call.options, call.vit.image_hw, call.vit.patch_hw
     dimensions: dict[int, Any] = {0: torch.export.Dim(BATCH)} if options.dynamic_batch else {}
     if options.dynamic_size:  # torch would specialize a square, or the model's own size
         height, width = height + patch_h, width + 2 * patch_w
         dimensions |= {2: patch_h * torch.export.Dim("rows"), 3: patch_w * torch.export.Dim("columns")}
-    example = vit.inputs
+    inputs, exported = call.example(), None
     if options.dynamic_size:
-        example = {name: torch.randn(*x.shape[:2], height, width, device="cpu") for name, x in example.items()}
-    if vit.is_known and not options.dynamic_batch:
-        example = {name: x[:1] for name, x in example.items()}
-    inputs, exported = tuple(example.values()), None
-    shapes = tuple(dimensions if batched else {} for batched in vit.batched())
+        inputs = (torch.randn(len(inputs[0]), call.vit.in_chans, height, width, device="cpu"),)
+    shapes = tuple(dimensions if batched else {} for batched in call.batched)
     try:
         exported = torch.export.export(module, inputs, dynamic_shapes=(shapes,), strict=False)
         table = decompositions(options)
         if calls_any(exported, table):  # otherwise torch.onnx.export would only repeat the work
             exported = exported.run_decompositions(table)
         program: Any = torch.onnx.export(
-            exported, dynamo=True, opset_version=options.opset, input_names=list(example),
+            exported, dynamo=True, opset_version=options.opset, input_names=list(call.names.values()),
             output_names=module.outputs.names, verbose=False,
         )  # fmt: skip
     except UnsupportedInputError:
         raise
     except Exception as error:
-        others = vit.feed(torch.zeros(3, *((vit.in_chans, *vit.image_hw) if vit.in_chans else ())))
-        reasons = reasons_of(error, exported, lambda: module(*others))
-        raise UnsupportedInputError(f"export of {vit.name}", reasons) from error
+        reasons = reasons_of(error, exported, lambda: module(*call.feed(3)))
+        raise UnsupportedInputError(f"export of {call.vit.name}", reasons) from error
     model: ir.Model = program.model
     return model
 
@@ -323,12 +317,11 @@ def scope_of(node: ir.Node) -> str:
     return str(inside[-1]).removesuffix(".vit_fast_exported").removeprefix("model").strip(".")
 
 
-def _name_linears(model: ir.Model, vit: ImageModel) -> None:
+def _name_linears(model: ir.Model, module: nn.Module) -> None:
     """Names each MatMul after its linear layer: in its scope, the next one with the same weight, or with its shape."""
-    free = {name.removesuffix(".weight"): p.detach() for name, p in vit.model.named_parameters() if p.dim() == 2}
+    free = {name.removesuffix(".weight"): p.detach() for name, p in module.named_parameters() if p.dim() == 2}
     for node in model.graph:
-        weight = constant_of(node.inputs[1]) if node.op_type == "MatMul" else None
-        if weight is not None:
+        if (weight := linear_weight(node)) is not None:
             scope, shape = scope_of(node), weight.shape[::-1]
             names = [name for name in free if f"{name}.".startswith(f"{scope}.") or not scope]
             names = [name for name in names if tuple(free[name].shape) == shape]
@@ -354,6 +347,11 @@ def constant_of(value: ir.Value | None) -> np.ndarray | None:
     return None if value is None or value.const_value is None else value.const_value.numpy()
 
 
+def linear_weight(node: ir.Node) -> np.ndarray | None:
+    """Returns the constant weight [C, F] of a linear layer; None for other nodes."""
+    return constant_of(node.inputs[1]) if node.op_type == "MatMul" else None
+
+
 def append(graph: ir.Graph, operator: str, *inputs: ir.Value | np.ndarray | np.generic, **attributes: Any) -> ir.Value:
     """Appends a node and returns its output. Arrays among the inputs become initializers."""
     values = [value if isinstance(value, ir.Value) else add_constant(graph, np.asarray(value)) for value in inputs]
@@ -361,8 +359,8 @@ def append(graph: ir.Graph, operator: str, *inputs: ir.Value | np.ndarray | np.g
     return node.outputs[0]
 
 
-def add_constant(graph: ir.Graph, array: np.ndarray) -> ir.Value:
-    value = ir.val(f"vit_fast.{len(graph.initializers)}", const_value=ir.tensor(array))
+def add_constant(graph: ir.Graph, array: np.ndarray | ir.TensorProtocol, name: str | None = None) -> ir.Value:
+    value = ir.val(name or f"vit_fast.{len(graph.initializers)}", const_value=ir.tensor(array))
     graph.register_initializer(value)
     return value
 
@@ -388,7 +386,7 @@ def run_graph(
         if values is not None:
             model.graph.outputs[:] = values
         try:
-            save(model, path)
+            save(model, path, external=True)  # without a copy of the weights in protobuf
         finally:
             model.graph.outputs[:] = outputs
         session = open_session(path, fp8=True)

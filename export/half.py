@@ -13,16 +13,17 @@ A LayerNormalization computes its statistics in fp32 (stash_type = 1).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from torch import nn
 
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.libraries.interface.image_model import ImageModel
 
-from .graphs import Batch, add_constant, append, constant_of, run_graph, scope_of
+from .call import Batch
+from .graphs import add_constant, append, linear_weight, run_graph, scope_of
 
 FP16_MAX = float(np.finfo(np.float16).max)  # 65504
 SUMS = FP16_MAX / 2  # other images than the measured ones may have larger values
@@ -31,24 +32,24 @@ SCORES = 1024.0  # fp16 rounds larger scores by more than 0.25, and changes thei
 HALF, FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT
 
 
-def keep_in_range(model: ir.Model, vit: ImageModel, batches: Sequence[Batch]) -> tuple[str, ...]:
+def keep_in_range(model: ir.Model, batches: Sequence[Batch]) -> tuple[str, ...]:
     """Makes nodes that can overflow compute in fp32, in place; returns the layers and their largest values."""
     peaks = overflowing(model, batches) if batches else {}
     widen(model.graph, peaks)
     layers: dict[str, list[ir.Node]] = defaultdict(list)
     for node in peaks:
         layers[scope_of(node)].append(node)
-    parameters = {name: p.detach().half().cpu().numpy() for name, p in vit.model.named_parameters() if p.ndim == 2}
     lines = []
     for scope, nodes in layers.items():
-        parts = ", ".join(dict.fromkeys(_name(node, parameters).removeprefix(f"{scope}.") for node in nodes))
-        lines.append(f"{scope or vit.name}: {parts} (up to {max(peaks[node] for node in nodes):.3g})")
+        names = [str(node.name) if linear_weight(node) is not None else node.op_type for node in nodes]
+        parts = ", ".join(dict.fromkeys(name.removeprefix(f"{scope}.") for name in names))
+        lines.append(f"{scope or model.graph.name}: {parts} (up to {max(peaks[node] for node in nodes):.3g})")
     return tuple(lines)
 
 
-def check_parameters(vit: ImageModel) -> None:
+def check_parameters(model: nn.Module) -> None:
     """Raises UnsupportedInputError if fp16 cannot represent a parameter."""
-    peaks = {name: float(p.detach().abs().max()) for name, p in vit.model.named_parameters() if p.numel()}
+    peaks = {name: float(p.detach().abs().max()) for name, p in model.named_parameters() if p.numel()}
     reasons = [f"{name} must not exceed {FP16_MAX:g}, got {peak:g}" for name, peak in peaks.items() if peak > FP16_MAX]
     if reasons:
         raise UnsupportedInputError("fp16", [*reasons, "export with precision bf16 or fp32"])
@@ -56,7 +57,7 @@ def check_parameters(vit: ImageModel) -> None:
 
 def overflowing(model: ir.Model, batches: Sequence[Batch]) -> dict[ir.Node, float]:
     """Returns the nodes that can overflow in fp16, with the largest magnitudes of their values or sums."""
-    copy = ir.serde.deserialize_model(ir.serde.serialize_model(model))
+    copy = model.clone()
     twins = list(zip(model.graph, copy.graph))
     widen(copy.graph, [twin for _, twin in twins])
     probes: list[tuple[Collection[ir.Node], float, ir.Value]] = []  # a node is too large if the value exceeds the limit
@@ -106,6 +107,11 @@ def _inside(graph: ir.Graph, node: ir.Node) -> Iterator[tuple[float, ir.Value]]:
     yield SUMS, append(graph, "Mul", *(append(graph, "ReduceMax", norm, keepdims=0) for norm in norms))
 
 
+def _wide(array: ir.TensorProtocol) -> ir.LazyTensor:
+    """Converts a constant when it is written, because fp32 copies of all weights need much memory."""
+    return ir.LazyTensor(lambda: ir.tensor(array.numpy().astype(np.float32)), FLOAT, ir.Shape(array.numpy().shape))
+
+
 def widen(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:
     """Makes nodes read, compute and write fp32 instead of fp16, in place."""
     in_fp32: dict[ir.Value, ir.Value] = {}
@@ -113,8 +119,8 @@ def widen(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:
         for i, value in enumerate(node.inputs):
             if value is None or value.dtype != HALF:
                 continue
-            if value not in in_fp32 and (array := constant_of(value)) is not None:
-                in_fp32[value] = add_constant(graph, array.astype(np.float32))
+            if value not in in_fp32 and value.const_value is not None:
+                in_fp32[value] = add_constant(graph, _wide(value.const_value))
             elif value not in in_fp32:
                 in_fp32[value] = append(graph, "Cast", value, to=FLOAT)
             node.replace_input_with(i, in_fp32[value])
@@ -122,7 +128,7 @@ def widen(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:
             node.attributes.add(ir.AttrInt64("to", FLOAT))
         for value in node.outputs:
             if value.dtype == HALF:
-                value.dtype = FLOAT
+                value.type = ir.TensorType(FLOAT)  # a clone shares the type
                 readers = [use for use in value.uses() if use.node not in nodes]
                 if readers:
                     narrow = append(graph, "Cast", value, to=HALF)
@@ -130,12 +136,3 @@ def widen(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:
                     for reader in readers:
                         reader.node.replace_input_with(reader.idx, narrow)
     graph.sort()
-
-
-def _name(node: ir.Node, parameters: Mapping[str, np.ndarray]) -> str:
-    """Returns the name of the layer whose weight [C, F] the node reads, or its operator."""
-    for array in map(constant_of, node.inputs):
-        for name, weight in parameters.items():
-            if array is not None and (np.array_equal(array, weight) or np.array_equal(array, weight.T)):
-                return name.removesuffix(".weight")
-    return node.op_type

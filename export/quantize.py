@@ -1,9 +1,8 @@
 """Quantizes a graph to 8 bits: smooths, calibrates, and keeps just enough layers in float to meet the error budget.
 
 Quantizes the linear layers inside blocks and, for e4m3, the MatMuls of attention. Norms, patch embedding and head stay
-in float, because they need only a few percent of a ViT's operations. The quantizers of ONNX Runtime write the nodes,
-with scales of vit_fast/quantization/schemes.py. Each DequantizeLinear feeds its MatMul directly, so that TensorRT can
-fuse the pair.
+in float, because they need only a few percent of a ViT's operations. vit_fast/quantization/schemes.py defines the
+scales. Each DequantizeLinear feeds its MatMul directly, so that TensorRT can fuse the pair.
 
 Smoothing divides each output channel of a norm by a scale, and multiplies the weights that follow. In large ViTs, some
 channels are 100 to 1000 times larger than most. Without smoothing, most channels would use little of the 8-bit range.
@@ -20,14 +19,15 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import onnx
 import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
 
 from vit_fast.apps.data import CALIBRATION_IMAGES, as_inputs, read_images
 from vit_fast.errors import UnsupportedInputError, VitFastError
 from vit_fast.quantization.schemes import Observation, Observer, Range, Scheme, fewest_excluded, first_near_best
 
-from .graphs import Batch, constant_of, run_graph, save
+from .call import Batch
+from .graphs import add_constant, append, constant_of, run_graph, save
 from .options import ExportOptions, Target
 from .report import FLIPS, RMS, Check, Quantized, joined, losses_of, worst
 from .runtime.metadata import PREFIX, inspect_onnx, read_signature
@@ -39,7 +39,6 @@ PARAMETERS = {  # positions of weight and bias among a norm's inputs
     "SimplifiedLayerNormalization": (1,), "SkipSimplifiedLayerNormalization": (2,),
 }  # fmt: skip
 DEVIATIONS = 3.0  # without images, the assumed peak of a normalized channel, in standard deviations
-ZEROS: dict[str, Any] = {"int8": np.int8, "uint8": np.uint8, "e4m3": ml_dtypes.float8_e4m3fn}
 
 
 class CalibrationError(VitFastError, ValueError):
@@ -251,7 +250,7 @@ def _by_error(
         if matmul.weight is None:
             return max(map(relative, moved, exact))
         weight = matmul.weight.astype(np.float32)
-        return relative(moved[0] @ scheme.rounded_weight(weight), exact[0] @ weight)
+        return relative(moved[0] @ np.multiply(*scheme.quantized_weight(weight)), exact[0] @ weight)
 
     return sorted(matmuls, key=lambda matmul: (matmul.weight is not None, -error(matmul)))
 
@@ -259,59 +258,45 @@ def _by_error(
 def write_nodes(model: ir.Model, matmuls: Sequence[MatMul], scheme: Scheme, ranges: Mapping[str, Range]) -> ir.Model:
     """Returns a copy with these MatMuls in QDQ format, and weights in int8 or e4m3.
 
-    Without `ranges`, the copy has integer MatMuls of uint8 and int8, with ranges that are computed at run time.
+    Without `ranges`, the copy has MatMulIntegers of uint8 and int8, with ranges that are computed at run time.
     """
-    from onnxruntime.quantization import QuantType
-    from onnxruntime.quantization.calibrate import TensorData
-    from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
-    from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
-    from onnxruntime.quantization.quant_utils import QuantizationMode, add_infer_metadata
-
-    is_e4m3 = scheme.kind == "e4m3"
-    kind = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8, "e4m3": QuantType.QFLOAT8E4M3FN}[scheme.kind]
-    common: dict[str, Any] = {
-        "nodes_to_quantize": [matmul.node.name for matmul in matmuls], "nodes_to_exclude": [], "reduce_range": False,
-        "op_types_to_quantize": ["MatMul"], "per_channel": not is_e4m3, "activation_qType": kind,
-        "weight_qType": kind if is_e4m3 else QuantType.QInt8,
-    }  # fmt: skip
-    limits: dict[Any, Range] = {}
-    overrides: dict[str, Any] = {}
-    activations: list[str] = []
-    for matmul in matmuls:
-        for value in (*matmul.activations, *matmul.node.outputs):
-            value.dtype = value.dtype or ir.DataType.FLOAT  # ONNX Runtime's own inference fails for dynamic shapes
-        if ranges:
-            limits |= {value: ranges[str(value.name)] for value in matmul.activations}
-            activations += [str(value.name) for value in matmul.activations]
-        if matmul.weight is not None and is_e4m3:  # ONNX Runtime would clip at 4.5 standard deviations
-            peak = float(np.abs(matmul.weight).max())
-            limits[matmul.node.inputs[1]] = Range(-peak, peak, "weight")
-        elif matmul.weight is not None:
-            channel = {"axis": 1, "zero_point": np.int8(0), "quant_type": QuantType.QInt8}
-            scales = scheme.weight_scales(matmul.weight)
-            (name,) = (str(value.name) for value in matmul.node.inputs[1:] if value is not None)
-            overrides[name] = [channel | {"scale": scale} for scale in scales]
-    for tensor, one in limits.items():
-        (scale, zero), dtype = scheme.grid(one), (tensor.dtype or ir.DataType.FLOAT).numpy()
-        numbers = {"scale": np.asarray(scale, dtype), "zero_point": np.asarray(zero, ZEROS[scheme.kind])}
-        overrides[str(tensor.name)] = [numbers | {"quant_type": kind}]
-    proto: onnx.ModelProto = ir.serde.serialize_model(model)
-    quantizer: Any
-    if ranges:
-        add_infer_metadata(proto)
-        unused = TensorData(lowest=np.zeros(1, np.float32), highest=np.ones(1, np.float32))  # `overrides` replaces it
-        options: dict[str, Any] = {"OpTypesToExcludeOutputQuantization": ["MatMul"], "TensorQuantOverrides": overrides}
-        tensors_range = dict.fromkeys(activations, unused)
-        quantizer = QDQQuantizer(proto, tensors_range=tensors_range, extra_options=options, **common)
-    else:
-        del proto.graph.value_info[:]  # the quantizer infers all shapes again
-        options = {"MatMulConstBOnly": True, "DefaultTensorType": onnx.TensorProto.FLOAT}
-        options["TensorQuantOverrides"] = overrides
-        quantizer = ONNXQuantizer(
-            proto, mode=QuantizationMode.IntegerOps, static=False, tensors_range=None, extra_options=options, **common
-        )
-    quantizer.quantize_model()
-    made = ir.serde.deserialize_model(quantizer.model.model)
-    made.graph.sort()
-    made.metadata_props.clear()
+    made = model.clone()
+    graph, twins = made.graph, dict(zip(model.graph, made.graph))
+    quantized: dict[Any, Any] = {}
+    for node in [twins[matmul.node] for matmul in matmuls]:
+        for value in node.inputs:
+            quantized[value] = quantized.get(value) or _quantized(graph, value, scheme, ranges)
+        inputs = [quantized[value] for value in node.inputs]
+        if not ranges:
+            (x, x_scale, x_zero), (weight, scales, zeros) = inputs
+            product = append(graph, "MatMulInteger", x, weight, x_zero, zeros)
+            inputs = [append(graph, "Cast", product, to=ir.DataType.FLOAT), append(graph, "Mul", x_scale, scales)]
+            node.op_type = "Mul"
+        for i, value in enumerate(inputs):
+            node.replace_input_with(i, value)
+    common_passes.RemoveUnusedNodesPass()(made)
+    graph.sort()
     return made
+
+
+def _quantized(graph: ir.Graph, value: Any, scheme: Scheme, ranges: Mapping[str, Range]) -> Any:
+    """Appends the quantization of a MatMul's input.
+
+    Returns the dequantized value. Without `ranges`, returns integers, scale and zero point.
+    """
+    kind: Any = ml_dtypes.float8_e4m3fn if scheme.kind == "e4m3" else np.int8
+    if (weight := constant_of(value)) is not None:
+        numbers, scale = scheme.quantized_weight(weight)
+        arrays = {"quantized": numbers.astype(kind), "scale": scale, "zero_point": np.zeros(scale.shape, kind)}
+    elif ranges:
+        number, zero = scheme.grid(ranges[str(value.name)])
+        dtype = (value.dtype or ir.DataType.FLOAT).numpy()
+        unsigned: Any = np.uint8 if scheme.kind == "uint8" else kind
+        arrays = {"scale": np.asarray(number, dtype), "zero_point": np.asarray(zero, unsigned)}
+    else:
+        graph.append(dynamic := ir.node("DynamicQuantizeLinear", [value], num_outputs=3))
+        return dynamic.outputs
+    parts = [add_constant(graph, array, f"{value.name}_{name}") for name, array in arrays.items()]
+    if weight is None:
+        parts.insert(0, append(graph, "QuantizeLinear", value, *parts))
+    return append(graph, "DequantizeLinear", *parts, axis=1) if ranges else parts

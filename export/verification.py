@@ -24,13 +24,13 @@ from vit_fast.apps.classifiers import labeled_images
 from vit_fast.apps.data import as_inputs, as_pixels, per_channel, read_image
 from vit_fast.config import Size
 from vit_fast.errors import UnsupportedInputError, VitFastError
-from vit_fast.libraries.interface.image_model import ImageModel, Outputs
 
-from .graphs import Batch, run_graph
-from .options import BUDGETS, ExportOptions
+from .call import Call, cast
+from .graphs import run_graph
+from .options import BUDGETS
 from .preprocessing import preprocessing_model
 from .report import POINTS, Accuracy, Check, joined, losses_of, worst
-from .runtime.metadata import ModelFileError
+from .runtime.metadata import CLASSES, ModelFileError
 from .runtime.runner import OnnxRunner, outputs_of
 from .saturation import saturate
 
@@ -44,10 +44,9 @@ class VerificationError(VitFastError, RuntimeError):
     """The file does not match the model; the message contains the error."""
 
 
-def verify_file(
-    path: Path, vit: ImageModel, options: ExportOptions, images: list[Image.Image]
-) -> tuple[list[Check], str, str]:
+def verify_file(path: Path, call: Call, images: list[Image.Image]) -> tuple[list[Check], str, str]:
     """Compares a file with its model on images; returns checks per image size, and names of reference and device."""
+    vit, options = call.vit, call.options
     on_cuda = options.target in ("ort-cuda", "tensorrt") or options.precision == "bf16"
     try:
         onnx.checker.check_model(str(path), full_check=not options.targets_ort)
@@ -63,7 +62,7 @@ def verify_file(
         graph = ir.load(path)
         if saturate(graph):
             runs.append(lambda fed: run_graph(graph, fed))
-    reference = vit if in_fp32 else vit.copy_in(torch.float64)
+    reference = call if in_fp32 else replace(call, vit=vit.copy_in(torch.float64))
     if not options.is_eight_bit and (in_fp32 or math.prod(vit.image_hw) > PIXELS_LARGE):
         images = images[:IMAGES_LARGE]
     (height, width), (patch_h, patch_w) = vit.image_hw, vit.patch_hw
@@ -72,14 +71,12 @@ def verify_file(
         sizes += [(height + 2 * patch_h, width), (max(patch_h, height - patch_h), width + patch_w)]
     checks: list[Check] = []
     for size in sizes:
-        fed, inputs = _batches(vit, options, images[:IMAGES] if checks else images, size)
+        fed, inputs = _batches(call, images[:IMAGES] if checks else images, size)
         try:
-            exact = [_reference(reference, each, options) for each in inputs]
+            exact = [_reference(reference, each) for each in inputs]
         except RuntimeError:  # a model may mix dtypes in fp64
-            if reference is vit or vit.is_known:
-                raise
-            in_fp32, reference = True, vit
-            exact = [_reference(reference, each, options) for each in inputs]
+            in_fp32, reference = True, call
+            exact = [_reference(reference, each) for each in inputs]
         names, expected = list(exact[0]), joined(exact)
         shown: Any = fed[0].shape[1:3] if options.preprocess else size
         for run in runs:
@@ -106,30 +103,24 @@ def verify_file(
     return checks, f"eager {'fp32' if in_fp32 else 'fp64'}", device
 
 
-def _reference(vit: ImageModel, inputs: tuple[Tensor, ...], options: ExportOptions) -> dict[str, np.ndarray]:
+def _reference(call: Call, inputs: tuple[Tensor, ...]) -> dict[str, np.ndarray]:
     """Runs the eager model in the dtype of its parameters; large images one by one, which needs less memory."""
-    dtype = next((p.dtype for p in vit.model.parameters() if p.is_floating_point()), torch.float64)
-    inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
-    split = vit.is_known and math.prod(vit.image_hw) > PIXELS_LARGE
+    dtype = next((p.dtype for p in call.vit.model.parameters() if p.is_floating_point()), torch.float64)
+    inputs = tuple(cast(inputs, dtype))
+    split = call.takes_images and call.options.dynamic_batch and math.prod(call.vit.image_hw) > PIXELS_LARGE
     parts = list(zip(*(x.split(1) for x in inputs))) if split else [inputs]
-    with vit.exporting("eager", options.dynamic_size), torch.inference_mode():
-        outputs = [vit.compute(part, options.outputs, options.dynamic_size) for part in parts]
+    with call.vit.exporting("eager", call.options.dynamic_size), torch.inference_mode():
+        outputs = list(map(call, parts))
     return {name: torch.cat([part[name] for part in outputs]).double().numpy() for name in outputs[0]}
 
 
-def _batches(
-    vit: ImageModel, options: ExportOptions, images: list[Image.Image], size: Size
-) -> tuple[list[Any], list[tuple[Tensor, ...]]]:
+def _batches(call: Call, images: list[Image.Image], size: Size) -> tuple[list[Any], list[tuple[Tensor, ...]]]:
     """Returns batches of inputs of the file (pixels if it preprocesses), and of the eager model."""
+    vit, options = call.vit, call.options
     if not options.preprocess or vit.data_config is None:
-        planes = inputs_of(images, vit, size)
-        if not options.dynamic_batch:  # whole batches
-            planes = planes[torch.arange(-(-len(planes) // vit.batch) * vit.batch) % len(planes)]
-        steps = range(vit.batch, len(planes), vit.batch)
-        cuts = [1, 4, *range(8, len(planes), 8)] if options.dynamic_batch else list(steps)
-        inputs = [vit.feed(batch) for batch in planes.tensor_split(cuts) if len(batch)]
-        return [fed_by(vit, batch) for batch in inputs], inputs
-    pixels = [as_pixels(image, vit.batch, vit.in_chans) for image in images]
+        inputs = call.batches(images, size)
+        return list(map(call.fed, inputs)), inputs
+    pixels = [as_pixels(image, call.batch, vit.in_chans) for image in images]
     if options.dynamic_batch:
         pixels.append(as_pixels(images[0], 3, vit.in_chans))
     graph = preprocessing_model(vit.data_config, size, vit.in_chans, options.opset)
@@ -141,23 +132,12 @@ def _batches(
         raise VerificationError(
             f"preprocessing in the graph must match Pillow within {PIXEL_TOLERANCE} gray levels, got {levels.max():.1f}"
         )
-    return pixels, [vit.feed(batch) for batch in torch.from_numpy(got).split([len(batch) for batch in pixels])]
+    return pixels, [(batch,) for batch in torch.from_numpy(got).split([len(batch) for batch in pixels])]
 
 
-def inputs_of(images: Sequence[Image.Image], vit: ImageModel, size: Size) -> Tensor:
-    """Returns images as [B, in_chans, height, width]; [B] if the model takes no images."""
-    return as_inputs(images, vit.data_config, size, vit.in_chans) if vit.in_chans else torch.empty(len(images))
-
-
-def fed_by(vit: ImageModel, inputs: Sequence[Tensor]) -> Batch:
-    """Returns a batch for the file of a model."""
-    arrays = dict(zip(vit.inputs, (x.numpy() for x in inputs)))
-    return next(iter(arrays.values())) if vit.in_chans and len(arrays) == 1 else arrays
-
-
-def check_labeled(folder: Path, vit: ImageModel, options: ExportOptions) -> list[tuple[Path, int]]:
+def check_labeled(folder: Path, call: Call) -> list[tuple[Path, int]]:
     """Returns the labeled images of a folder; rejects features, and models without data_config."""
-    names = options.outputs.names
+    vit, names = call.vit, call.options.outputs.names
     if not vit.num_classes or (names and not {"logits", "probabilities"} & set(names)):
         raise UnsupportedInputError(
             "validation", [f"the file must output classes, got {', '.join(names) or 'features'}"]
@@ -167,11 +147,9 @@ def check_labeled(folder: Path, vit: ImageModel, options: ExportOptions) -> list
     return labeled_images(folder, vit.num_classes, vit.class_names)
 
 
-def measure_accuracy(
-    path: Path, vit: ImageModel, options: ExportOptions, labeled: Sequence[tuple[Path, int]]
-) -> Accuracy:
+def measure_accuracy(path: Path, call: Call, labeled: Sequence[tuple[Path, int]]) -> Accuracy:
     """Measures the accuracy of the file and its model on the CPU; raises VerificationError for a large loss."""
-    image_hw = None if options.preprocess else vit.image_hw
+    vit, image_hw = call.vit, None if call.options.preprocess else call.vit.image_hw
     runner = OnnxRunner(path, "cpu", data_config=vit.data_config, image_hw=image_hw)
 
     correct = np.zeros(2)
@@ -180,13 +158,13 @@ def measure_accuracy(
             files, labels = zip(*labeled[start : start + LABELED_BATCH])
             images = list(map(read_image, files))
             inputs = as_inputs(images, vit.data_config, vit.image_hw, vit.in_chans)
-            logits = vit.compute((inputs,), Outputs(names=("logits",)), False)["logits"]
-            outputs = logits.float().numpy(), runner.probabilities(images)
+            found = call((inputs,))
+            outputs = found[max(set(CLASSES) & set(found))].numpy(), runner.probabilities(images)
             correct += [(output.argmax(-1) == labels).sum() for output in outputs]
     accuracy = Accuracy(len(labeled), *(correct / len(labeled)).tolist())
     if not accuracy.acceptable:
         raise VerificationError(
-            f"top-1 accuracy of the {options.precision} file must not drop by more than "
+            f"top-1 accuracy of the {call.options.precision} file must not drop by more than "
             f"{100 * POINTS:g} percentage points, or one image if that is more, got {accuracy.line()}"
         )
     return accuracy

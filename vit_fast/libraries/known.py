@@ -57,17 +57,23 @@ def starts(name: str) -> list[int]:
 
 
 def recognize(model: nn.Module) -> ImageModel:
-    """Describes a model for export; copies the model unless it is in evaluation mode, in fp32 and on the CPU."""
+    """Describes a model for export, see `exportable`."""
     found = next((found for library in IMAGE_MODELS if (found := library.recognize(model)) is not None), None)
     if found is None:
         what = f"{type(model).__module__}.{type(model).__qualname__}"
         raise UnsupportedInputError(what, ["the model must be a ViT of vit_fast, timm, transformers or torchvision"])
-    if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()) or model.training:
-        if next(model.parameters()).device.type == "meta":
-            raise UnsupportedInputError(found.name, ["weights must be loaded, got tensors on the meta device"])
-        found.model = copy.deepcopy(model).to("cpu", torch.float32).eval()
+    found.model = exportable(model)
     found.set_data_config(found.data_config)
     return found
+
+
+def exportable(model: nn.Module) -> nn.Module:
+    """Returns the model, or a copy unless it is in evaluation mode, in fp32 and on the CPU."""
+    if any(p.device.type == "meta" for p in model.parameters()):
+        raise UnsupportedInputError(type(model).__name__, ["weights must be loaded, got tensors on the meta device"])
+    if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()) or model.training:
+        return copy.deepcopy(model).to("cpu", torch.float32).eval()
+    return model
 
 
 def find(model: nn.Module) -> ImageModel | None:

@@ -121,19 +121,18 @@ class Scheme:
         """Returns x, quantized to this range and dequantized, in fp32."""
         scale, zero = self.grid(limits)
         if self.kind == "e4m3":
-            inside = torch.from_numpy(np.clip(x / scale, -E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
-            return np.asarray(inside.float().numpy() * np.float32(scale))
+            return np.asarray(_in_e4m3(x / scale) * np.float32(scale))
         least, most = (-128, 127) if self.kind == "int8" else (0, 255)
         return np.asarray((np.clip(np.rint(x / scale) + zero, least, most) - zero) * np.float32(scale))
 
-    def rounded_weight(self, weight: np.ndarray) -> np.ndarray:
-        """Returns a weight [C, F], quantized and dequantized, in fp32."""
-        weight = weight.astype(np.float32)
+    def quantized_weight(self, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the quantized numbers of a weight [C, F] in fp32, and the scales [F], or [] for e4m3."""
         if self.kind == "e4m3":
             peak = float(np.abs(weight).max())
-            return self.rounded(weight, Range(-peak, peak, "largest"))
+            scale = np.asarray(self.grid(Range(-peak, peak, "largest"))[0], weight.dtype)
+            return _in_e4m3(weight.astype(np.float32) / scale.astype(np.float32)), scale
         scales = self.weight_scales(weight)
-        return np.asarray(np.clip(np.rint(weight / scales), -127, 127) * scales)
+        return np.clip(np.rint(weight.astype(np.float32) / scales.astype(np.float32)), -127, 127), scales
 
     def weight_scales(self, weight: np.ndarray) -> np.ndarray:
         """Returns the scale of each output channel of an int8 weight [C, F], in the weight's dtype.
@@ -172,6 +171,11 @@ class Scheme:
         candidates.append(shrunk[int(np.argmin(errors))])
         found = {self.grid(limits)[0]: limits for limits in reversed(candidates)}
         return [found[scale] for scale in sorted(found, reverse=True)]
+
+
+def _in_e4m3(x: np.ndarray) -> np.ndarray:
+    inside = torch.from_numpy(np.clip(x, -E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
+    return np.asarray(inside.float().numpy())
 
 
 def pair_sums(weight: np.ndarray) -> np.ndarray:

@@ -7,9 +7,9 @@ import copy
 import dataclasses
 import inspect
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ class Outputs:
 class ImageModel:
     """A model with the facts that export needs. Each library whose models lack timm's methods has a subclass."""
 
-    is_known: ClassVar[bool] = True  # False if only an example of a call is known
     model: nn.Module
     library: str  # "vit-fast", "timm", "transformers" or "torchvision"
     name: str  # of the model if it stores one, otherwise of its class
@@ -43,7 +42,6 @@ class ImageModel:
     patch_hw: Size  # of the image region that one token covers
     blocks: str  # name of the list of encoder blocks
     num_classes: int  # 0 if there is no head
-    batch: int = 1  # of files with a fixed batch
     data_config: DataConfig | None = None  # None if unknown
     no_data_config: str = "the model has no data_config"  # the reason if it is unknown
     class_names: tuple[str, ...] | None = None  # None if unknown
@@ -52,26 +50,9 @@ class ImageModel:
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         """Prepares the model for export, with any image size if requested; `undo` restores it."""
 
-    @property
-    def inputs(self) -> dict[str, Tensor]:
-        """Examples of the inputs [2, ...] by name; axis 0 of each is the batch."""
-        return {"images": torch.randn(2, self.in_chans, *self.image_hw, device="cpu")}
-
-    @property
-    def example(self) -> Any:
-        """The arguments of a call with `inputs`, as `fuse` takes them."""
-        return tuple(self.inputs.values())
-
-    def batched(self) -> list[bool]:
-        """Returns True for each input whose axis 0 is the batch."""
-        return [True] * len(self.inputs)
-
-    def feed(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Returns all inputs for a batch of images."""
-        return (images,)
-
-    def compute(self, inputs: Sequence[Tensor], wanted: Outputs, dynamic_size: bool) -> dict[str, Tensor]:
-        return self.outputs(inputs[0], wanted, dynamic_size)
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], wanted: Outputs, dynamic_size: bool) -> Any:
+        """Runs the model; a model of a library takes images and returns the wanted outputs."""
+        return self.outputs(args[0], wanted, dynamic_size)
 
     @property
     def depth(self) -> int:
@@ -170,16 +151,26 @@ class ImageModel:
 
     def copy_in(self, dtype: torch.dtype) -> ImageModel:
         """Returns this description with a copy of the model in another dtype."""
-        return dataclasses.replace(self, model=copy.deepcopy(self.model).to(dtype))
+        memo: dict[int, Any] = {}  # converts tensors without a copy of all in their own dtype
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if tensor.is_floating_point() and type(tensor) in (nn.Parameter, Tensor):
+                converted = tensor.detach().to(dtype, copy=True)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(converted, tensor.requires_grad) if is_parameter else converted
+        return dataclasses.replace(self, model=copy.deepcopy(self.model, memo).to(dtype))
 
     @contextlib.contextmanager
     def exporting(self, backend: str, dynamic_size: bool) -> Iterator[None]:
-        """Sets the backend and, if requested, allows any image size. Restores the model at the end."""
+        """Sets the backend and, if requested, allows any image size. Restores the model at the end.
+
+        With backend "eager", the model computes the reference, by its own code.
+        """
         with contextlib.ExitStack() as undo:
             for module in self.model.modules():
                 if hasattr(module, "vit_fast_backend"):
                     switch(undo, module, "vit_fast_backend", backend)
-            self.make_exportable(undo, dynamic_size)
+            if backend != "eager" or dynamic_size:
+                self.make_exportable(undo, dynamic_size)
             yield
 
 

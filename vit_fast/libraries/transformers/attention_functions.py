@@ -21,7 +21,7 @@ def plain_functions() -> list[Any]:
     from transformers.integrations.flash_attention import flash_attention_forward
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    return [sdpa_attention_forward, flash_attention_forward, attention_without_mask]
+    return [sdpa_attention_forward, flash_attention_forward, plain_attention]
 
 
 def is_plain(name: str | None, registered: Any, plain: list[Any]) -> bool:
@@ -38,9 +38,20 @@ def is_plain(name: str | None, registered: Any, plain: list[Any]) -> bool:
     return False
 
 
-def attention_without_mask(
+def plain_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Computes attention [B, H, N, D] -> [B, N, H, D]. If registered without a mask function, no mask is created."""
+    """Computes attention [B, H, N, D] -> [B, N, H, D]."""
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
     return mixed.transpose(1, 2), None
+
+
+def mask_unless_plain(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Creates the mask of SDPA; returns None for all keys of all queries, where transformers traces a mask of ones."""
+    from transformers import masking_utils
+
+    plain = getattr(masking_utils, "bidirectional_mask_function", None)  # since transformers 5
+    if plain is not None and kwargs.get("mask_function") is plain and kwargs.get("attention_mask") is None:
+        return None
+    mask: Tensor = masking_utils.sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
+    return mask

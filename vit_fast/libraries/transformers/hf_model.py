@@ -17,7 +17,7 @@ from ...config import DataConfig, Interpolation, RopeConfig, ViTConfig
 from ...errors import pair, raise_unsupported
 from ..interface.image_model import Facts, ImageModel, comes_from, required_input_reasons, switch
 from ..interface.weight_names import PLAIN_VIT, Converted, Rule, config_reasons, parts, rename, with_key_biases
-from .attention_functions import attention_without_mask, is_plain, plain_functions
+from .attention_functions import is_plain, mask_unless_plain, plain_attention, plain_functions
 
 NAME = "transformers"
 PEER = "transformers' ViTForImageClassification, attn_implementation='sdpa'"
@@ -281,10 +281,12 @@ def recognize(model: Any) -> ImageModel | None:
 
 class TransformersModel(ImageModel):
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
-        """Selects an attention function for which transformers creates no mask, because images have no padding."""
+        """Selects an attention function that gets a mask only if one is necessary: images have no padding."""
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        ALL_ATTENTION_FUNCTIONS.register(_ATTENTION_NAME, attention_without_mask)
+        ALL_ATTENTION_FUNCTIONS.register(_ATTENTION_NAME, plain_attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION_NAME, mask_unless_plain)
         configs: list[Any] = [getattr(module, "config", None) for module in self.model.modules()]
         for config in {id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values():
             name = config._attn_implementation
