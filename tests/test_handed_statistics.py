@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.blocks import block as block_module
 from vit_fast.blocks.fused import FusedNormMlp
+from vit_fast.blocks.token_facts import NOTHING, TokenFacts
 
 
 @pytest.fixture
@@ -24,9 +25,9 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     seen: list[bool] = []
     run_block = block_module.run_block
 
-    def spy(parts: Any, x: Tensor, statistics: Tensor | None = None, **how: Any) -> Any:
-        seen.append(statistics is not None)
-        return run_block(parts, x, statistics, **how)
+    def spy(parts: Any, x: Tensor, facts: TokenFacts = NOTHING, **how: Any) -> Any:
+        seen.append(facts.statistics is not None)
+        return run_block(parts, x, facts, **how)
 
     monkeypatch.setattr(block_module, "run_block", spy)
     return seen

@@ -10,6 +10,7 @@ x   = x + ls (h W2^T + b2)          epilogue as above, with the statistics for t
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -38,6 +39,7 @@ from .parts import (
     Outline,
     block_tensors,
     built,
+    options_of,
     outline,
     sources,
     tensor_of,
@@ -95,74 +97,59 @@ def runs_whole(parts: BlockParts, backend: str | None = None) -> bool:
 
 
 def run_block(
-    parts: BlockParts, x: Tensor, statistics: Tensor | None = None, *, rope: Rope | None = None,
-    keys: Keys | None = None, backend: str = "triton", attend: Callable[[Tensor], Tensor] | None = None,
+    parts: BlockParts, x: Tensor, facts: TokenFacts = NOTHING, *, rope: Rope | None = None, keys: Keys | None = None,
+    backend: str = "triton", attend: Callable[[Tensor], Tensor] | None = None, reader: Any = None,
     next_statistics: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, TokenFacts]:  # fmt: skip
     """Runs a block without active dropout on x [B, N, C] or packed x [total, C]; `parts.mlp` must not be None.
 
-    If `attend` is given, it computes x + attention(x) with the block's modules. Returns the output and its LayerNorm
-    statistics; the statistics are None if no kernel computed them.
+    If `attend` is given, it computes x + attention(x) with the block's modules. `facts` are those of x, and `reader`
+    contains the cached weights of the next block if that block reads e4m3. Returns the output and facts about it.
     """
-    attention, mlp = parts.attention, parts.mlp
-    assert mlp is not None
+    attention: Any = parts.attention
+    mlp: Any = parts.mlp
     if attend is not None:
-        x, statistics = attend(x), None
+        x, facts = attend(x), NOTHING
+    elif parts.fp8 is not None and keys is None:
+        return parts.fp8.run(parts, x, facts, rope, reader)
+    elif not attention.drops_path() and not mlp.drops_path():
+        tensors, rope, bias = _tensors_for(parts, x, rope)
+        return _run_fused(attention, mlp, tensors, x, facts, rope, keys, next_statistics, bias)
     else:
-        assert attention is not None
-        if not attention.drops_path() and not mlp.drops_path():
-            tensors, rope, bias = _tensors_for(parts, x, rope)
-            return _run_fused(attention, mlp, tensors, x, statistics, rope, keys, next_statistics, bias)
-        tensors = block_tensors(attention, None)
-        x, statistics = _run_fused(attention, None, tensors, x, statistics, rope, keys, True)
+        x, facts = _run_fused(attention, None, block_tensors(attention, None), x, facts, rope, keys, True)
     if backend != "triton" or is_exporting():
-        return run_mlp(mlp, x, backend), None
-    return _run_fused(None, mlp, block_tensors(None, mlp), x, statistics, None, None, next_statistics)
+        return run_mlp(mlp, x, backend), NOTHING
+    return _run_fused(None, mlp, block_tensors(None, mlp), x, facts, None, None, next_statistics)
 
 
 def _run_fused(
-    attention: AttentionParts | None, mlp: MlpParts | None, tensors: BlockTensors, x: Tensor, statistics: Tensor | None,
+    attention: AttentionParts | None, mlp: MlpParts | None, tensors: BlockTensors, x: Tensor, facts: TokenFacts,
     rope: Rope | None, keys: Keys | None, next_statistics: bool, score_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, TokenFacts]:  # fmt: skip
     """Runs one operator for the given halves. For a single half, also applies its drop path."""
     half: Any = (attention or mlp) if attention is None or mlp is None else None
     dropping = half is not None and half.drops_path()
-    options: dict[str, Any] = {"residual": not dropping, "next_statistics": next_statistics}
-    eps1 = eps2 = 0.0
-    if attention is not None:
-        eps1, norm = attention.norm.eps, attention.norm.kind
-        options |= {"heads": attention.num_heads, "attention_scale": attention.scale, "rope": rope, "keys": keys}
-        if attention.qk_norm is not None:
-            options["qk_norm"] = attention.qk_norm.now()
-        if attention.terms is not None:
-            options["terms"] = attention.terms.now(x.device, score_bias)
-    if mlp is not None:
-        eps2, norm = mlp.norm.eps, mlp.norm.kind
-        options["activation"] = mlp.activation
-        if mlp.inner_norm is not None:
-            options["inner_norm"] = mlp.inner
     y, emitted, _ = fused_block(
-        x if x.dim() == 3 else x[None], statistics, tensors, eps=(eps1, eps2), norm=norm, **options
-    )
+        x if x.dim() == 3 else x[None], facts.statistics, tensors, rope=rope, keys=keys, residual=not dropping,
+        next_statistics=next_statistics, **options_of(attention, mlp, x.device, score_bias),
+    )  # fmt: skip
     y = y if x.dim() == 3 else y[0]
-    return (x + half.drop_path(y), None) if dropping else (y, emitted)
+    if dropping:
+        return x + half.drop_path(y), NOTHING
+    return y, NOTHING if emitted is None else TokenFacts(emitted)
 
 
 def run_attention(parts: AttentionParts, x: Tensor, backend: str) -> Tensor:
     """Runs an attention half without rotary embeddings on [B, N, C]."""
     x, norm, inside = _begun(parts, x)
-    terms = None if parts.terms is None else parts.terms.now(x.device)
+    options = options_of(parts, None, x.device)
     if norm.kind != "none" and resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
-        y = fused_block(
-            x, None, block_tensors(parts, None), eps=(norm.eps, 0.0), norm=norm.kind, heads=parts.num_heads,
-            attention_scale=parts.scale, qk_norm=None if parts.qk_norm is None else parts.qk_norm.now(),
-            terms=terms, residual=inside,
-        )[0]  # fmt: skip
+        y = fused_block(x, None, block_tensors(parts, None), residual=inside, **options)[0]
     else:
         qkv = F.linear(reference.normalize(x, norm.now()), *parts.qkv.tensors()).unflatten(-1, (3, parts.num_heads, -1))
         if parts.qk_norm is not None:
-            qkv = qk_norm_rope(qkv, qk_norm=parts.qk_norm.now(), backend=backend)
-        mixed = attention_among(qkv, None, scale=parts.scale, terms=terms, backend=backend).flatten(2)
+            qkv = qk_norm_rope(qkv, qk_norm=options["qk_norm"], backend=backend)
+        mixed = attention_among(qkv, None, scale=parts.scale, terms=options["terms"], backend=backend).flatten(2)
         weight, bias, layer_scale = parts.with_scale(parts.proj)
         y = F.linear(mixed, weight, bias)
         y = y if layer_scale is None else y * layer_scale
@@ -173,12 +160,12 @@ def run_attention(parts: AttentionParts, x: Tensor, backend: str) -> Tensor:
 def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
     """Runs an MLP half, [..., C] -> [..., C]."""
     x, norm, inside = _begun(parts, x)
-    tensors = block_tensors(None, replace(parts, norm=norm) if norm is not parts.norm else parts)
-    options: dict[str, Any] = {"norm": norm.kind, "activation": parts.activation, "inner_norm": parts.inner}
+    used = replace(parts, norm=norm) if norm is not parts.norm else parts
+    tensors, options = block_tensors(None, used), options_of(None, used, x.device)
     if resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
-        y = fused_block(x, None, tensors, eps=(0.0, norm.eps), residual=inside, **options)[0]
+        y = fused_block(x, None, tensors, residual=inside, **options)[0]
     else:
-        y = reference.layer_norm_mlp(x, tensors, eps=norm.eps, residual=inside, **options)
+        y = reference.layer_norm_mlp(x, tensors, residual=inside, **options | {"eps": norm.eps})
     return _ended(parts, x, y, inside)
 
 
@@ -271,26 +258,15 @@ def run_as_block(
     if ordinary and backend == "sdpa" and (packed := packed_for(parts, x)) is not None:
         return run_packed([packed], x, rope, keys)
     by_modules = None if ordinary and runs_whole(parts, backend) else attend
-    in_fp8 = parts.fp8 is not None and by_modules is None and keys is None
-    follows = in_fp8 or (backend == "triton" and parts.attention is not None)
-    if not follows or torch.compiler.is_compiling() or is_touched(block):
-        if in_fp8:
-            y: Tensor = parts.fp8.run(parts, x, NOTHING, rope)[0]
-            return y
-        return run_block(parts, x, rope=rope, keys=keys, backend=backend, attend=by_modules)[0]
+    run = functools.partial(run_block, parts, x, rope=rope, keys=keys, backend=backend, attend=by_modules)
+    if backend != "triton" or parts.attention is None or torch.compiler.is_compiling() or is_touched(block):
+        return run()[0]
     facts = recall(x) if by_modules is None else NOTHING
     with VersionsCounted():
-        if in_fp8:
-            if facts.maker is not None:
-                facts.maker.reader = parts.fp8.reader(parts)  # in later calls, the previous block writes e4m3
-            y, new_facts = parts.fp8.run(parts, x, facts, rope, parts.reader)
-        else:
-            y, emitted = run_block(
-                parts, x, facts.statistics, rope=rope, keys=keys, backend=backend, attend=by_modules,
-                next_statistics=True,
-            )  # fmt: skip
-            new_facts = NOTHING if emitted is None else TokenFacts(emitted)
-    remember(y, new_facts)
+        if facts.maker is not None and parts.fp8 is not None and keys is None:
+            facts.maker.reader = parts.fp8.reader(parts)  # in later calls, the previous block writes e4m3
+        y, facts = run(facts=facts, reader=parts.reader, next_statistics=True)
+    remember(y, facts)
     return y
 
 
@@ -309,12 +285,8 @@ def run_blocks(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor, *rope: Te
     tables = ready[0].attention.module.rope_of(*rope) if rope and ready else None
     facts = NOTHING
     for parts, following in zip_longest(ready, ready[1:]):
-        if parts.fp8 is None:
-            x, statistics = run_block(parts, x, facts.statistics, rope=tables, next_statistics=True)
-            facts = TokenFacts(statistics)
-        else:
-            reader = following.fp8.reader(following) if following is not None and following.fp8 is not None else None
-            x, facts = parts.fp8.run(parts, x, facts, tables, reader)
+        reader = following.fp8.reader(following) if following is not None and following.fp8 is not None else None
+        x, facts = run_block(parts, x, facts, rope=tables, reader=reader, next_statistics=True)
     return x
 
 

@@ -18,7 +18,7 @@ from ..ops.descriptions import BlockScales, BlockTensors, Rope, interleave
 from ..ops.folded import fold
 from ..ops.registration import is_exporting, needs_gradient
 from .frozen import Frozen
-from .parts import AttentionParts, BlockParts, MlpParts, block_tensors, tensor_of
+from .parts import AttentionParts, BlockParts, MlpParts, block_tensors, options_of, tensor_of
 from .token_facts import TokenFacts
 
 LINEARS = BlockScales._fields  # linear layers of a block; also the names of the buffers
@@ -102,7 +102,8 @@ class Fp8Scales(nn.Module):
         """Runs the block on x [B, N, C]; `reader`: cached weights of the next block if the next block reads e4m3."""
         attention, mlp = parts.halves
         self.check("triton")
-        qk_norm = attention.qk_norm and attention.qk_norm.now()
+        options = options_of(attention, mlp, x.device)  # terms are refused with a reason
+        qk_norm = options["qk_norm"]
         of_norms = () if qk_norm is None else (*qk_norm.q[:2], *qk_norm.k[:2])
         if torch.is_grad_enabled() and needs_gradient(x, *of_norms, *block_tensors(attention, mlp)):
             reason = "FP8 does not support gradients: call the model within torch.no_grad()"
@@ -115,10 +116,8 @@ class Fp8Scales(nn.Module):
         if rope is not None and cached.rope_head:
             rope = interleave(rope, cached.rope_head)
         y, statistics, y8 = fused_block(
-            x, facts.statistics, cached.layers, heads=attention.num_heads, attention_scale=attention.scale,
-            terms=attention.terms and attention.terms.now(x.device),  # refused with a reason
-            eps=(attention.norm.eps, mlp.norm.eps), activation=mlp.activation, qk_norm=qk_norm, rope=rope,
-            next_statistics=True, x8=facts.x8 if facts.reader is cached else None,
+            x, facts.statistics, cached.layers, rope=rope, next_statistics=True, **options,
+            x8=facts.x8 if facts.reader is cached else None,
             next_factor=None if reader is None else reader.layers.qkv_factor,
         )  # fmt: skip
         return y, TokenFacts(statistics, y8, reader, parts)

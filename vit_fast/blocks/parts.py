@@ -261,6 +261,24 @@ def block_tensors(attention: AttentionParts | None, mlp: MlpParts | None) -> Blo
     return BlockTensors(*tensors)
 
 
+def options_of(
+    attention: AttentionParts | None, mlp: MlpParts | None, device: torch.device, score_bias: Tensor | None = None
+) -> dict[str, Any]:
+    """Returns the options of `fused_block` for a block or a half; `score_bias` as in `TermParts.now`."""
+    options: dict[str, Any] = {}
+    eps1 = eps2 = 0.0
+    if attention is not None:
+        eps1, qk_norm, terms = attention.norm.eps, attention.qk_norm, attention.terms
+        options = {"norm": attention.norm.kind, "heads": attention.num_heads, "attention_scale": attention.scale}
+        options["qk_norm"] = None if qk_norm is None else qk_norm.now()
+        options["terms"] = None if terms is None else terms.now(device, score_bias)
+    if mlp is not None:
+        eps2, inner = mlp.norm.eps, mlp.inner_norm
+        options |= {"norm": mlp.norm.kind, "activation": mlp.activation}
+        options["inner_norm"] = None if inner is None else (inner.kind, inner.eps)
+    return options | {"eps": (eps1, eps2)}
+
+
 def sources(attention: AttentionParts, mlp: MlpParts, every: bool = True) -> list[Slot]:
     """Returns the slots of all parameters of a block; without `every`, only slots that folded weights depend on."""
     norms = [attention.norm, mlp.norm, mlp.inner_norm]
@@ -326,10 +344,6 @@ def detached(block: nn.Module, parts: Any) -> Node:
     return _node(parts, _paths(block))
 
 
-def attached(block: nn.Module, node: Node) -> Any:
-    return _built(block, node)
-
-
 def _paths(block: nn.Module) -> dict[int, Path]:
     """Returns the paths of all modules, and of objects in their attributes, e.g. a configuration."""
     paths = {id(module): tuple(name.split(".")) if name else () for name, module in block.named_modules()}
@@ -360,16 +374,16 @@ def built(block: Any, traced: Outline) -> BlockParts:
         if getattr(_at(block, path), name, None) != value:
             continue  # a function, which torch.compile guards too
     parts: BlockParts = block.vit_fast_parts
-    return BlockParts(_built(block, attention), _built(block, mlp), (), (), parts.watch, parts.frozen, parts.fp8)
+    return BlockParts(attached(block, attention), attached(block, mlp), (), (), parts.watch, parts.frozen, parts.fp8)
 
 
-def _built(block: Any, node: Node) -> Any:
+def attached(block: Any, node: Node) -> Any:
     kind, content = node
     if kind == "module":
         return _at(block, content)
     if kind == "value":
         return content
-    inner = [_built(block, each) for each in content]
+    inner = [attached(block, each) for each in content]
     if kind == "tuple":
         return tuple(inner)
     cls = _CLASSES[kind]
