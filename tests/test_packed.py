@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from children import environment, run_python
 from fused_models import SUBJECTS, Subject, double_inputs, is_older_than_pinned
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -189,6 +191,32 @@ def test_tokens_of_any_layout_and_number(dtype: torch.dtype) -> None:
         tolerance = 1e-4 if dtype == torch.float32 else 0.05  # a few roundings to bf16
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
         assert torch.equal(x, before)
+
+
+MALLOC = """
+import ctypes, torch
+from vit_fast.blocks import packed
+
+class Statistics(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+mallinfo = ctypes.CDLL(None).mallinfo2
+mallinfo.restype = Statistics
+held = []
+for prepare in (lambda: None, packed._reuse_freed_buffers):
+    prepare()
+    before = mallinfo().hblks
+    held.append(torch.empty(20 * 2**20, dtype=torch.uint8))
+    print(mallinfo().hblks - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
+def test_buffers_of_20_mib_are_reused_after_freeze() -> None:
+    """malloc maps the first buffer, which the system would clear for every call, and takes the second from its heap."""
+    assert run_python(["-c", MALLOC], environment()).split() == ["1", "0"]
 
 
 @pytest.mark.parametrize(("path", "rate"), [("attn.proj_drop", "p"), ("drop_path2", "drop_prob")])

@@ -46,9 +46,7 @@ def fastest(layers: Layers, build: Build) -> dict[str, str]:
         build: Returns a function that runs all layers once. Gets the implementation of each layer, and `Timed`.
     """
     selected = {layer: names[0] for layer, names in layers.items()}
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or in_transform():
-        return selected
-    if torch._C._len_torch_dispatch_stack():  # e.g. FakeTensorMode
+    if is_traced():
         return selected
     with _LOCK:
         machine = json.dumps(describe_cpu())
@@ -59,8 +57,14 @@ def fastest(layers: Layers, build: Build) -> dict[str, str]:
                 certain = {layer: name for layer, name in _measure(layers, build).items() if layer in missing}
             if certain:
                 _store(machine, certain)
-            known |= {layer: certain.get(layer, names[0]) for layer, names in missing.items()}
+            known |= {layer: selected[layer] for layer in missing} | certain
         return selected | {layer: known[layer] for layer, names in layers.items() if len(names) > 1}
+
+
+def is_traced() -> bool:
+    """True under a tracer, a transform or a dispatch mode such as FakeTensor, which do not support packed weights."""
+    tracing = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return tracing or torch._C._len_torch_dispatch_stack() > 0 or in_transform()
 
 
 def _measure(layers: Layers, build: Build) -> dict[str, str]:
@@ -109,24 +113,14 @@ def _choose(times: Mapping[str, Sequence[float]]) -> str:
 def describe_cpu() -> dict[str, Any]:
     """Returns what the speed of torch depends on: CPU, threads, version, and settings."""
     return {
-        "cpu": cpu_model(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "vit_fast": __version__,
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "fp32": torch.get_float32_matmul_precision(),
+        "cpu": cpu_model(), "threads": torch.get_num_threads(), "torch": torch.__version__, "vit_fast": __version__,
+        "capability": torch.backends.cpu.get_cpu_capability(), "fp32": torch.get_float32_matmul_precision(),
         "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
-    }
+    }  # fmt: skip
 
 
 def _path(machine: str) -> Path:
     return cache_folder() / "cpu" / f"{hashlib.sha256(machine.encode()).hexdigest()[:24]}.json"
-
-
-@functools.cache
-def _known(machine: str) -> dict[str, str]:
-    """Returns the results of this process, which start with the results in the file."""
-    return _read(machine)
 
 
 def _read(machine: str) -> dict[str, str]:
@@ -134,6 +128,9 @@ def _read(machine: str) -> dict[str, str]:
         if (path := _path(machine)).is_file():
             return {str(layer): str(name) for layer, name in json.loads(path.read_text())["selected"].items()}
     return {}
+
+
+_known = functools.cache(_read)  # results of this process, which start with the results in the file
 
 
 def _store(machine: str, found: Mapping[str, str]) -> None:

@@ -23,8 +23,8 @@ from torch import Tensor
 from ..ops import qk_norm_rope, reference
 from ..ops.attention import attention_among
 from ..ops.descriptions import Keys, Norm, Rope
-from ..ops.registration import in_transform, needs_gradient
-from .fastest import Timed, fastest
+from ..ops.registration import needs_gradient
+from .fastest import Timed, fastest, is_traced
 from .frozen import Frozen
 from .parts import AttentionParts, BlockParts, MlpParts, sources, tensor_of
 
@@ -154,14 +154,12 @@ def _run_block(x: Tensor, step: Any, rope: Rope | None, keys: Keys | None, outpu
     qkv = qkv.view(*qkv.shape[:-1], 3, step.heads, -1)
     if rope is not None or step.qk_norm is not None:
         qkv = qk_norm_rope(qkv, qk_norm=step.qk_norm, rope=rope, backend="sdpa")
-    if step.terms is not None:
-        mixed = attention_among(qkv, keys, scale=step.scale, terms=step.terms, backend="sdpa").flatten(-2)
-        mixed, x = (mixed, x) if outputs is None else (mixed[:, :outputs], x[:, :outputs].contiguous())
-    elif keys is None:
+    if keys is None and step.terms is None:
         mixed = step.attend(qkv, step.scale, outputs)
-        x = x if outputs is None else x[:, :outputs].contiguous()
     else:
-        mixed = attention_among(qkv, keys, scale=step.scale, backend="sdpa").flatten(-2)
+        mixed = attention_among(qkv, keys, scale=step.scale, terms=step.terms, backend="sdpa").flatten(-2)
+    if outputs is not None:
+        mixed, x = mixed[:, :outputs], x[:, :outputs].contiguous()
     x = step.proj(mixed, x)
     normed = _normalize(x, step.norm2)
     hidden = step.fc1(normed) if step.gate is None else step.gate(normed).mul_(step.fc1(normed))
@@ -297,10 +295,7 @@ def packed_for(parts: BlockParts, x: Tensor) -> Packed | None:
     packed = parts.frozen
     if not isinstance(packed, Packed) or parts.fp8 is not None or x.dtype is not packed.dtype:
         return None
-    if type(x) is not Tensor or torch.compiler.is_compiling():
-        return None
-    # tracers and dispatch modes (FLOP counters, FakeTensor) do not support packed weights
-    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None or in_transform():
+    if type(x) is not Tensor or is_traced():
         return None
     if x.numel() == 0 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return None
