@@ -19,60 +19,36 @@ from ..cli import PLAIN, AsJson, Device, argument, integers, option, split_words
 
 def bench(
     images: Annotated[list[Path] | None, argument("Image files or folders (default: a sample image).")] = None,
-    models: Annotated[
-        str | None,
-        option(
-            "Names that `vit-fast models` lists, or patterns such as 'vit_base*'; timm:NAME, hf:FOLDER, weights files, "
-            "FILE.onnx, or module:function, where the function returns a model.",
-            metavar="A,B",
-        ),
-    ] = None,
+    models: Annotated[str | None, option(
+        "Names that `vit-fast models` lists, or patterns such as 'vit_base*'; timm:NAME, hf:FOLDER, weights files, "
+        "FILE.onnx, or module:function, where the function returns a model.", metavar="A,B")] = None,
     img_size: Annotated[str | None, option("Image sizes (default: the model's).", metavar="N|HxW,...")] = None,
     train: Annotated[bool, option("Measure training steps instead of inference.", "--train")] = False,
     amp: Annotated[bool, option("With --train: run the forward pass under bf16 autocast.", "--amp")] = False,
-    data: Annotated[
-        str,
-        option(
-            "device: images are on the device before a call. host (GPU only): images are in CPU memory, and their copy "
-            "to the GPU is timed too."
-        ),
-    ] = "device",
+    data: Annotated[str, option(
+        "device: images are on the device before a call. host (GPU only): images are in CPU memory, and their copy is "
+        "timed too.")] = "device",
     explain: Annotated[bool, option("Print time per part of the model, and the longest kernels.", "--explain")] = False,
     cold: Annotated[bool, option("Also measure the time from process start to the first output.", "--cold")] = False,
     latency: Annotated[bool, option("Measure p50, p90 and p99 latency of one image per call.", "--latency")] = False,
-    batch_sizes: Annotated[
-        str | None,
-        option(
-            "Batch sizes (default: 1,8 on a CPU; 1,32,256 on a GPU). With best: 1, 2, 4, ... while throughput grows.",
-            metavar="1,8|best",
-        ),
-    ] = None,
-    dtypes: Annotated[
-        str | None,
-        option(
-            "Dtypes: fp32, tf32 (GPU only), fp16, bf16. The default is bf16 on a GPU; on a CPU it is fp32, and also "
-            "bf16 if the CPU has bf16 instructions and time allows.",
-            metavar="A,B",
-        ),
-    ] = None,
-    candidates: Annotated[
-        str | None, option("Candidates to measure; see --list-candidates.", metavar="eager,timm+compile")
-    ] = None,
+    batch_sizes: Annotated[str | None, option(
+        "Batch sizes (default: 1,8 on a CPU; 1,32,256 on a GPU). With best: 1, 2, 4, ... while throughput grows.",
+        metavar="1,8|best")] = None,
+    dtypes: Annotated[str | None, option(
+        "Dtypes: fp32, tf32 (GPU only), fp16, bf16. Default: bf16 on a GPU; on a CPU fp32, and bf16 if it has bf16 "
+        "instructions and time allows.", metavar="A,B")] = None,
+    candidates: Annotated[str | None, option(
+        "Candidates to measure; see --list-candidates.", metavar="eager,timm+compile")] = None,
     device: Device = "auto",
     out: Annotated[Path | None, option("New or empty output folder (default: one in vit-fast-results).")] = None,
-    time_budget: Annotated[
-        float | None,
-        option(
-            "Time limit in seconds, without start and output, or 0 for no limit and more candidates. Candidates that "
-            "would not finish in time are skipped. Default: 155 on a CPU, 900 on a GPU, and 0 with --candidates or "
-            "--seconds."
-        ),
-    ] = None,
+    time_budget: Annotated[float | None, option(
+        "Time limit in seconds, without start and output, or 0 for no limit and more candidates. Default: 155 on a "
+        "CPU, 900 on a GPU, and 0 with --candidates or --seconds.")] = None,
     seconds: Annotated[float | None, option("Measure each candidate for this many seconds.")] = None,
     resume: Annotated[Path | None, option("Resume the interrupted run in this folder.")] = None,
     as_json: AsJson = False,
     list_candidates: Annotated[bool, option("List the candidates and exit.", "--list-candidates")] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Measure images per second of models in vit-fast and other libraries, and verify the outputs.
 
     A candidate is one way to run a model, e.g. timm+compile. By default, measures ViT-Ti within three minutes on a CPU,
@@ -184,11 +160,10 @@ def compare(
 
 
 def report(
-    records: Annotated[
-        list[Path], argument("Records of `bench` (or their folders), `make gpu-check` or `kernels --host --json`.")
-    ],
+    records: Annotated[list[Path], argument(
+        "Records of `bench` (or their folders), `make gpu-check` or `kernels --host --json`.")],
     out: Annotated[Path, option("Output file.")] = Path("report.html"),
-) -> None:
+) -> None:  # fmt: skip
     """Write an HTML page with sortable tables of records, e.g. record.json of `bench`. The page needs no network."""
     from ..benchmarks.records import read_record
     from ..benchmarks.report import render

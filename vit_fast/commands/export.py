@@ -23,77 +23,46 @@ from ..cli import (
 
 
 def export(
-    model: Annotated[
-        str | None,
-        argument(
-            "One of `vit-fast models`, a weights file of vit-fast, a Hugging Face Hub id, or module:function. The "
-            "function returns a model, or a model and an example of its inputs."
-        ),
-    ] = None,
+    model: Annotated[str | None, argument(
+        "One of `vit-fast models`, a weights file of vit-fast, a Hugging Face Hub id, or module:function. The function "
+        "returns a model, or a model and an example of its inputs.")] = None,
     out: Annotated[Path | None, option("The .onnx file to write.", "--out", "-o")] = None,
-    weights: Annotated[
-        str | None, option("A file, a folder or a Hub id (default: MODEL if it is a file or Hub id, else random).")
-    ] = None,
+    weights: Annotated[str | None, option(
+        "A file, a folder or a Hub id (default: MODEL if it is a file or Hub id, else random).")] = None,
     target: Annotated[str, option("Runtime to optimize for: generic, ort-cpu, ort-cuda or tensorrt.")] = "generic",
-    precision: Annotated[
-        str,
-        option(
-            "fp32, fp16, bf16, int8, int8-dynamic or fp8. In fp16, layers that can overflow on the verification images "
-            "stay in fp32."
-        ),
-    ] = "fp32",
-    calibrate: Annotated[
-        list[Path] | None,
-        option(
-            "Image files or folders for int8 and fp8. Up to 32 of the images are for calibration, and up to 64 others "
-            "for verification."
-        ),
-    ] = None,
-    preprocess: Annotated[
-        bool,
-        option("Include resizing and normalization: the file takes uint8 images of any size.", "--preprocess"),
-    ] = False,
-    returns: Annotated[
-        str | None,
-        option(
-            "Outputs of the file: logits, probabilities, features (pooled), tokens, intermediate; separated by commas "
-            "(default: logits, or what a model without head returns)."
-        ),
-    ] = None,
-    layers: Annotated[
-        str | None, option("Encoder blocks for intermediate, e.g. 2,5,8,11; with negative numbers, --layers=-4,-1.")
-    ] = None,
+    precision: Annotated[str, option(
+        "fp32, fp16, bf16, int8, int8-dynamic or fp8. In fp16, layers that can overflow on the verification images "
+        "stay in fp32.")] = "fp32",
+    calibrate: Annotated[list[Path] | None, option(
+        "Image files or folders for int8 and fp8. Up to 32 of the images are for calibration, and up to 64 others for "
+        "verification.")] = None,
+    preprocess: Annotated[bool, option(
+        "Include resizing and normalization: the file takes uint8 images of any size.", "--preprocess")] = False,
+    returns: Annotated[str | None, option(
+        "Outputs of the file: logits, probabilities, features (pooled), tokens, intermediate; separated by commas "
+        "(default: logits, or what a model without head returns).")] = None,
+    layers: Annotated[str | None, option(
+        "Encoder blocks for intermediate, e.g. 2,5,8,11; with negative numbers, --layers=-4,-1.")] = None,
     normed: Annotated[bool, option("Apply the last norm to intermediate tokens.", "--normed")] = False,
     spatial: Annotated[bool, option("Output patch tokens as [B, C, rows, columns].", "--spatial")] = False,
     dynamic_size: Annotated[bool, option("Make height and width of the input dynamic.", "--dynamic-size")] = False,
-    validation: Annotated[
-        Path | None,
-        option(
-            "Labeled images, one subfolder per class. Fail if the file's top-1 accuracy is over 0.6 percentage points "
-            "lower than the model's. A loss of one image is always allowed."
-        ),
-    ] = None,
+    validation: Annotated[Path | None, option(
+        "Labeled images, one subfolder per class. Fail if the file's top-1 accuracy is over 0.6 percentage points "
+        "lower than the model's. A loss of one image is always allowed.")] = None,
     classes: ClassNames = None,
     img_size: Side = None,
     data_config: DataConfigFile = None,
-    ir_version: Annotated[
-        int | None,
-        option("Version of the ONNX format, for older runtimes. The opset is 20 or the newest that it allows."),
-    ] = None,
-    verify: Annotated[
-        bool,
-        option(
-            "Compare the file's output with the model's. --no-verify also skips the search for layers that overflow.",
-            "--verify/--no-verify",
-        ),
-    ] = True,
-    triton_repository: Annotated[
-        Path | None, option("Also add the file to this model repository of NVIDIA Triton Inference Server.")
-    ] = None,
+    ir_version: Annotated[int | None, option(
+        "Version of the ONNX format, for older runtimes. The opset is 20 or the newest that it allows.")] = None,
+    verify: Annotated[bool, option(
+        "Compare the file's output with the model's. --no-verify also skips the search for layers that overflow.",
+        "--verify/--no-verify")] = True,
+    triton_repository: Annotated[Path | None, option(
+        "Also add the file to this model repository of NVIDIA Triton Inference Server.")] = None,
     card: Annotated[bool, option("Also write a model card: source, precision, checks and hashes.", "--card")] = False,
     inspect: Annotated[Path | None, option("Print the metadata of an ONNX file and exit.")] = None,
     as_json: AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     """Export a model to ONNX, and verify that the file's output matches the model's."""
     import torch
     from rich.console import Console
@@ -119,16 +88,10 @@ def export(
             find_images(calibrate)
         has_weights = weights is not None or "/" in model  # a Hub id or a path has weights
         overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
-        # checked by export_onnx
-        options: dict[str, Any] = {
-            "precision": precision,
-            "target": target,
-            "output": split_words(returns),
-            "layers": integers("--layers", layers) or (),
-            "normed": normed,
-            "spatial": spatial,
-            "ir_version": ir_version,
-        }
+        options: dict[str, Any] = {  # checked by export_onnx
+            "precision": precision, "target": target, "output": split_words(returns), "normed": normed,
+            "layers": integers("--layers", layers) or (), "spatial": spatial, "ir_version": ir_version,
+        }  # fmt: skip
         if function is None:
             built: Any = create_model(model, weights=weights, backend="sdpa", **overrides)
         else:

@@ -29,13 +29,11 @@ def info(as_json: AsJson = False) -> None:
             f"{gpu.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
         )
     facts: dict[str, Any] = {
-        "vit_fast": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
+        "vit_fast": __version__, "python": platform.python_version(), "platform": platform.platform(),
         "packages": {name: installed(name) for name in packages},
         "devices": [{"device": str(device), "description": text} for device, text in devices.items()],
         "backends": [row for device in devices for row in _backend_rows(device)],
-    }
+    }  # fmt: skip
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return

@@ -22,34 +22,20 @@ def kernels(
     arch: Annotated[str | None, option("Architectures, separated by commas, e.g. sm_80,sm_90 (default: all).")] = None,
     as_json: AsJson = False,
     update_baseline: Annotated[bool, option("Write the results to baseline.json.", "--update-baseline")] = False,
-    tune: Annotated[
-        bool, option("On a GPU: find the fastest attention tile sizes, and write attention_table.json.", "--tune")
-    ] = False,
-    warm_up: Annotated[
-        str | None, option("On a GPU: compile the kernels of this model in bf16 into Triton's cache.")
-    ] = None,
-    batch_sizes: Annotated[
-        str | None,
-        option(
-            "With --warm-up: batch sizes, separated by commas (default: 1). With --model: a single batch size "
-            "(default: 256)."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        option(
-            "Estimate the GPU time of each kernel launch of one block of this model, in inference after "
-            "vit_fast.freeze and in training (default arch: sm_90)."
-        ),
-    ] = None,
-    host: Annotated[
-        bool,
-        option(
-            "Count the kernel launches of one ViT-B block and measure their CPU overhead (default arch: sm_90).",
-            "--host",
-        ),
-    ] = False,
-) -> None:
+    tune: Annotated[bool, option(
+        "On a GPU: find the fastest attention tile sizes, and write attention_table.json.", "--tune")] = False,
+    warm_up: Annotated[str | None, option(
+        "On a GPU: compile the kernels of this model in bf16 into Triton's cache.")] = None,
+    batch_sizes: Annotated[str | None, option(
+        "With --warm-up: batch sizes, separated by commas (default: 1). With --model: a single batch size (default: "
+        "256).")] = None,
+    model: Annotated[str | None, option(
+        "Estimate the GPU time of each kernel launch of one block of this model, in inference after vit_fast.freeze "
+        "and in training (default arch: sm_90).")] = None,
+    host: Annotated[bool, option(
+        "Count the kernel launches of one ViT-B block and measure their CPU overhead (default arch: sm_90).",
+        "--host")] = False,
+) -> None:  # fmt: skip
     """Compile all kernels without a GPU, and check their spills, registers and instructions.
 
     Exits with 1 if a kernel fails a check, e.g. uses over 10 % more registers than recorded in

@@ -34,23 +34,18 @@ def optimize(
     img_size: ImageSize = None,
     allow: Annotated[str | None, option("Also try lower precision: bf16, fp16, int8, fp8.", metavar="A,B")] = None,
     min_agreement: Annotated[float, option("With --allow: minimum top-1 agreement with MODEL.", min=0, max=1)] = 0.99,
-    images: Annotated[
-        list[Path] | None, option("Image files or folders for checks and calibration (default: a sample image).")
-    ] = None,
+    images: Annotated[list[Path] | None, option(
+        "Image files or folders for checks and calibration (default: a sample image).")] = None,
     budget: Annotated[float, option("Time limit of the search in seconds, including builds and checks.", min=1)] = 100,
     latency: Annotated[bool, option("Minimize p90 latency instead of median latency.", "--latency")] = False,
-    memory_limit: Annotated[
-        float | None,
-        option(
-            "Maximum memory of a candidate in MiB, not counting MODEL: what its build adds, plus the peak of one call.",
-            min=0.001,
-        ),
-    ] = None,
+    memory_limit: Annotated[float | None, option(
+        "Maximum memory of a candidate in MiB, not counting MODEL: what its build adds, plus the peak of one call.",
+        min=0.001)] = None,
     device: Device = "auto",
     save: Annotated[Path | None, option("Save the result to this file, for vit_fast.load_optimized.")] = None,
     export: Annotated[Path | None, option("New or empty folder, to write the result as .onnx or .pt2 file.")] = None,
     as_json: AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     """Find the fastest way to run a model on this machine, verify its outputs, and cache the result.
 
     A candidate is one way to run MODEL, e.g. torch.compile. The baseline of the printed speedup is MODEL itself. For
@@ -72,18 +67,13 @@ def optimize(
     opened = open_model(model, batch, images or (), device, integers("--img-size", img_size, "x"))
     with progress.status(escape(model)):
         result = run(
-            opened.module,
-            opened.example,
-            budget_s=budget,
-            lossless=allow is None,
+            opened.module, opened.example, budget_s=budget, lossless=allow is None,
             allow=split_words(allow),  # type: ignore[arg-type]  # checked by run
-            min_agreement=min_agreement,
-            calibration=opened.image_files,
-            images=opened.others,
+            min_agreement=min_agreement, calibration=opened.image_files, images=opened.others,
             latency_or_throughput="latency" if latency else "throughput",
             memory_limit=None if memory_limit is None else int(memory_limit * 2**20),
             progress=lambda what, seconds: progress.out(f"{seconds:.1f} of {budget:g} s: {what}", highlight=False),
-        )
+        )  # fmt: skip
     if result.table:
         console.print(_table(result))
     console.print(f"{opened.model.name}, batch {batch}: {result}", **PLAIN)
@@ -160,14 +150,13 @@ def show(
     Skips figures that do not apply to the model, and prints the reason.
     """
     from .. import figures as drawn
-    from ..errors import UnsupportedInputError
+    from ..errors import UnsupportedInputError, check_choice
     from ..files import check_replaceable, file_aside
 
     check_replaceable(out / "figure.png")
     wanted = split_words(figures) or []
     for name in wanted:
-        if name not in FIGURES:
-            raise ValueError(f"--figures must be among {', '.join(FIGURES)}, got {name}")
+        check_choice("--figures", name, FIGURES)
     options = {"attention": {"blocks": integers("--blocks", blocks)}}
     opened = open_model(model, 1, [] if image is None else [image], "cpu", integers("--img-size", img_size, "x"))
     prepared = drawn.open_image(

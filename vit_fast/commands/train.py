@@ -19,63 +19,38 @@ if TYPE_CHECKING:
 
 
 def train(
-    data: Annotated[
-        Path | None,
-        argument(
-            "Folder with one subfolder of images per class, or the folder into which torchvision downloaded MNIST, "
-            "FashionMNIST or CIFAR10 (default: 1,797 bundled images of digits)."
-        ),
-    ] = None,
+    data: Annotated[Path | None, argument(
+        "Folder with one subfolder of images per class, or the folder into which torchvision downloaded MNIST, "
+        "FashionMNIST or CIFAR10 (default: 1,797 bundled images of digits).")] = None,
     out: Annotated[Path, option("Folder for weights, checkpoint, log and plot.")] = Path("trained"),
-    model: Annotated[
-        str, option("One of `vit-fast models`, a weights file of vit-fast, or a Hugging Face Hub id.")
-    ] = "vit_micro_patch7_28",
-    weights: Annotated[
-        str | None,
-        option(
-            "Start from these weights: a file, a folder or a Hub id (default: those of --model if it is a file or Hub "
-            "id, else random)."
-        ),
-    ] = None,
-    validation: Annotated[
-        Path | None,
-        option(
-            "Folder of validation images, with subfolders of the same names as DATA. Not for torchvision data or the "
-            "bundled digits, which contain a test set."
-        ),
-    ] = None,
-    epochs: Annotated[
-        int | None, option("Number of epochs (default: 10; vit_micro_patch7_28: 60; vit_mnist: 5).")
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        option("Images per step, summed over processes (default: 64; vit_micro_patch7_28: 32; vit_mnist: 128)."),
-    ] = None,
-    lr: Annotated[
-        float | None,
-        option("Learning rate after the warm-up (default: 5e-4; vit_micro_patch7_28: 2e-3; vit_mnist: 5e-3)."),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        option("Set a field of vit_fast.apps.training.TrainConfig. Can be repeated.", "--set", metavar="mixup=0.2"),
-    ] = None,
+    model: Annotated[str, option(
+        "One of `vit-fast models`, a weights file of vit-fast, or a Hugging Face Hub id.")] = "vit_micro_patch7_28",
+    weights: Annotated[str | None, option(
+        "Start from these weights: a file, a folder or a Hub id (default: those of --model if it is a file or Hub id, "
+        "else random).")] = None,
+    validation: Annotated[Path | None, option(
+        "Folder of validation images, with subfolders of the same names as DATA. Not for torchvision data or the "
+        "bundled digits, which contain a test set.")] = None,
+    epochs: Annotated[int | None, option(
+        "Number of epochs (default: 10; vit_micro_patch7_28: 60; vit_mnist: 5).")] = None,
+    batch_size: Annotated[int | None, option(
+        "Images per step, summed over processes (default: 64; vit_micro_patch7_28: 32; vit_mnist: 128).")] = None,
+    lr: Annotated[float | None, option(
+        "Learning rate after the warm-up (default: 5e-4; vit_micro_patch7_28: 2e-3; vit_mnist: 5e-3).")] = None,
+    settings: Annotated[list[str] | None, option(
+        "Set a field of vit_fast.apps.training.TrainConfig. Can be repeated.", "--set", metavar="mixup=0.2")] = None,
     drop_path: Annotated[float, option("Drop path rate (stochastic depth) of the last block.")] = 0.0,
     img_size: Side = None,
     backend: Backend = "auto",
     workers: Annotated[int, option("Additional processes that read images.")] = 0,
-    on_bad_image: Annotated[
-        str,
-        option(
-            "If images cannot be read: error stops before the first epoch, skip trains without them. To find them, "
-            "all files are decoded before the first epoch, JPEG files at an eighth of their size. --workers divides "
-            "this work."
-        ),
-    ] = "error",
+    on_bad_image: Annotated[str, option(
+        "If images cannot be read: error stops before the first epoch, skip trains without them. All files are decoded "
+        "before the first epoch, JPEG files at an eighth of their size.")] = "error",
     device: Device = "auto",
     parallel: Annotated[str, option("Under torchrun: ddp, or fsdp, which shards the parameters.")] = "ddp",
     tensorboard: Annotated[bool, option("Also write TensorBoard logs to OUT/tensorboard.", "--tensorboard")] = False,
     resume: Annotated[bool, option("Resume the run in --out after its last finished epoch.", "--resume")] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Train or fine-tune a model on labeled images. Prints and plots loss and validation accuracy of each epoch."""
     import torch
 
