@@ -140,6 +140,20 @@ def test_losses_of_32_steps_match_eager() -> None:
     assert 0 < difference[:9].max() <= 1e-2 and difference[-8:].max() <= 5e-2
 
 
+@pytest.mark.parametrize(("dtype", "training"), [("fp32", "sdpa"), ("bf16", "triton")])
+def test_auto_selects_the_backend_of_the_autocast_dtype(dtype: str, training: str, monkeypatch: Any) -> None:
+    """For fp32 weights on a GPU, "auto" means triton under autocast, otherwise sdpa, also for the validation."""
+    module, used = "vit_fast.blocks.fused.resolve_backend", []
+    monkeypatch.setattr(module, lambda *_: "triton" if torch.is_autocast_enabled("cpu") else "sdpa")
+    trainer = Trainer(model := _model(backend="auto"), TrainConfig(dtype=dtype), 4, 0)
+    trainer.forward = lambda images: used.append(model.blocks[0].vit_fast_backend) or model.head.weight
+    images, labels = torch.zeros(2, 3, 32, 32), torch.tensor([0, 1])
+    for _ in range(2):
+        trainer.step(images, labels)
+        trainer.measure([(images, labels)], 2)
+    assert used == [training, "sdpa"] * 2
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two classes that differ in texture, not in mean color: stripes across or along, and noise."""
@@ -277,7 +291,7 @@ def test_another_default_device(out: Path) -> None:
 def test_device_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with (
-        pytest.raises(ValueError, match="--device must be auto, cpu or cuda under torchrun, got cuda:1"),
+        pytest.raises(ValueError, match="--device under torchrun must be one of 'auto', 'cpu', 'cuda', got 'cuda:1'"),
         joined("ddp", "cuda:1"),
     ):
         pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -47,7 +47,7 @@ class DataConfig(_Config):
             for value in getattr(self, name):
                 check_number(name, value, positive=name == "std")
             object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
-        _check_fields(self)
+        check_fields(self)
         if len(self.mean) != len(self.std):
             raise ValueError(f"mean and std must have equal lengths, got {len(self.mean)} and {len(self.std)}")
         if not 0 < self.crop_pct <= 1:
@@ -71,7 +71,7 @@ class RopeConfig:
     columns_first: bool = False  # True if the first half of the pairs encodes the column
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self, positive=("temperature",))
         if self.reference_grid is not None:
             object.__setattr__(self, "reference_grid", pair("reference_grid", self.reference_grid))
         if self.coordinates == "centred" and (self.reference_grid is not None or self.offset):
@@ -130,7 +130,7 @@ class ViTConfig(_Config):
         object.__setattr__(self, "patch_size", pair("patch_size", self.patch_size))
         check_type("stem_channels", self.stem_channels, tuple, list)
         object.__setattr__(self, "stem_channels", tuple(self.stem_channels))
-        _check_fields(self)
+        check_fields(self, {"num_classes": 0, "reg_tokens": 0}, ("norm_eps",))
         check_type("rope", self.rope, RopeConfig, type(None))
         for channels in self.stem_channels:
             check_integer("stem_channels", channels, minimum=1)
@@ -195,8 +195,8 @@ class ViTConfig(_Config):
 _hints: Any = functools.cache(get_type_hints)
 
 
-def _check_fields(config: Any) -> None:
-    """Checks each field by its annotated type."""
+def check_fields(config: Any, least: Mapping[str, int] | None = None, positive: Collection[str] = ()) -> None:
+    """Checks each field by its annotated type. Integers have a minimum of 1 unless `least` contains another."""
     for name, hint in _hints(type(config)).items():
         value = getattr(config, name)
         if value is None and type(None) in get_args(hint):
@@ -204,12 +204,11 @@ def _check_fields(config: Any) -> None:
         if get_origin(hint) is Literal:
             check_choice(name, value, get_args(hint))
         elif hint in (int, int | None):
-            minimum = 0 if name in ("num_classes", "reg_tokens") else 1
-            check_integer(name, value, minimum, MAX_DEPTH if name == "depth" else MAX_SIZE)
+            check_integer(name, value, (least or {}).get(name, 1), MAX_DEPTH if name == "depth" else MAX_SIZE)
         elif hint in (bool, bool | None):
             check_choice(name, value, (True, False))
         elif hint in (float, float | None):
-            check_number(name, value, positive=name in ("norm_eps", "temperature"))
+            check_number(name, value, positive=name in positive)
             if name.endswith("_rate") and not 0 <= value < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {value}")
 

@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from ..errors import MAX_SIZE, VitFastError, as_device, check_choice, check_integer, check_number, check_type
+from ..blocks.fused import resolve_again
+from ..config import check_fields
+from ..errors import MAX_SIZE, VitFastError, as_device, check_choice
 from ..model import Block, VisionTransformer
 
 
@@ -53,21 +55,13 @@ class TrainConfig:
     seed: int = 0  # of shuffling, augmentation, mixup, dropout and drop path
 
     def __post_init__(self) -> None:
-        for name, least in {"epochs": 1, "batch_size": 1, "accumulation": 1, "patience": 0, "seed": -MAX_SIZE}.items():
-            check_integer(name, getattr(self, name), least)
-        for name in ("lr", "layer_decay"):
-            check_number(name, getattr(self, name), positive=True)
+        check_fields(self, {"patience": 0, "seed": -MAX_SIZE}, ("lr", "layer_decay"))
         if self.layer_decay > 1:
             raise ValueError(f"layer_decay must be at most 1, got {self.layer_decay!r}")
         for name in ("weight_decay", "warmup_epochs", "mixup", "max_grad_norm", "label_smoothing", "ema_decay"):
-            check_number(name, value := getattr(self, name))
-            below_one = name in ("label_smoothing", "ema_decay")
+            value, below_one = getattr(self, name), name in ("label_smoothing", "ema_decay")
             if value < 0 or (below_one and value >= 1):
                 raise ValueError(f"{name} must be {'in [0, 1)' if below_one else 'non-negative'}, got {value!r}")
-        for name in ("grad_checkpointing", "augment"):
-            check_type(name, getattr(self, name), bool)
-        check_choice("schedule", self.schedule, ("cosine", "constant"))
-        check_choice("dtype", self.dtype, ("fp32", "bf16"))
 
 
 class TrainingError(VitFastError, RuntimeError):
@@ -103,13 +97,11 @@ def joined(strategy: str, device: str = "auto") -> Iterator[Processes]:
 
     Under torchrun, `device` is "auto", "cpu" or "cuda"; LOCAL_RANK selects the GPU.
     """
-    if strategy not in ("ddp", "fsdp"):
-        raise ValueError(f"--parallel must be ddp or fsdp, got {strategy}")
+    check_choice("--parallel", strategy, ("ddp", "fsdp"))
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield ALONE
         return
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device must be auto, cpu or cuda under torchrun, got {device}")
+    check_choice("--device under torchrun", device, ("auto", "cpu", "cuda"))
     kind = as_device(device).type
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -141,13 +133,9 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        model: VisionTransformer,
-        config: TrainConfig,
-        total_steps: int,
-        warmup_steps: int,
+        self, model: VisionTransformer, config: TrainConfig, total_steps: int, warmup_steps: int,
         processes: Processes = ALONE,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.config, self.processes = model, config, processes
         model.set_grad_checkpointing(config.grad_checkpointing)
         self.forward: Any = model
@@ -163,11 +151,24 @@ class Trainer:
         self.parameters = list(model.parameters())
         self.averages = [p.detach().clone() for p in self.parameters] if config.ema_decay else []
         self.step_count = 0
+        self._mode: bool | None = None
+
+    def set_mode(self, training: bool) -> None:
+        """Sets the mode of the model. For fp32 weights, "auto" may select triton only under autocast."""
+        if self._mode is not training:
+            self._mode = training
+            self.model.train(training)
+            with self._autocast(training):
+                resolve_again(self.model)
+
+    def _autocast(self, enabled: bool = True) -> torch.autocast:
+        kind = self.parameters[0].device.type
+        return torch.autocast(kind, torch.bfloat16, enabled=enabled and self.config.dtype == "bf16")
 
     def step(self, images: Tensor, labels: Tensor) -> Measure:
         """Updates the parameters with a batch [B, C, H, W] per process."""
         config, device = self.config, self.parameters[0].device
-        self.model.train()
+        self.set_mode(training=True)
         images, labels = images.to(device), labels.to(device)
         targets = labels
         if config.mixup:  # mixes the batch with the reversed batch
@@ -183,7 +184,7 @@ class Trainer:
                     self.forward.set_requires_gradient_sync(i == len(parts) - 1)
                 else:
                     self.forward.require_backward_grad_sync = i == len(parts) - 1  # like no_sync()
-            with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
+            with self._autocast():
                 logits = self.forward(part)
             loss = F.cross_entropy(logits.float(), target, label_smoothing=config.label_smoothing)
             (loss * (len(part) / len(images))).backward()
@@ -207,7 +208,7 @@ class Trainer:
     @torch.no_grad()
     def measure(self, batches: Iterable[tuple[Tensor, Tensor]], own: int) -> Measure:
         """Measures loss and accuracy on the first `own` images, with the averaged weights if ema_decay is set."""
-        self.model.eval()
+        self.set_mode(training=False)
         device = self.parameters[0].device
         found = torch.zeros(3, dtype=torch.float64, device=device)
         with self.averaged():

@@ -77,19 +77,11 @@ def _default_device_cpu() -> Iterator[None]:
 
 @_default_device_cpu()  # torch's samplers need it, and a user may have set another one
 def train(
-    model: VisionTransformer,
-    data: TrainingData,
-    out: Path,
-    config: TrainConfig,
-    *,
-    resume: bool = False,
-    workers: int = 0,
-    processes: Processes = ALONE,
-    on_bad_image: str = "error",
+    model: VisionTransformer, data: TrainingData, out: Path, config: TrainConfig, *, resume: bool = False,
+    workers: int = 0, processes: Processes = ALONE, on_bad_image: str = "error",
     on_step: Callable[[int, int, int, Measure], None] = lambda epoch, step, steps, measure: None,
-    on_epoch: Callable[[Row], None] = lambda row: None,
-    on_skip: Callable[[list[str]], None] = lambda reasons: None,
-) -> list[Row]:
+    on_epoch: Callable[[Row], None] = lambda row: None, on_skip: Callable[[list[str]], None] = lambda reasons: None,
+) -> list[Row]:  # fmt: skip
     """Trains a model, and writes model.safetensors, checkpoint.pth and log.jsonl after each epoch.
 
     Args:
@@ -154,19 +146,17 @@ def train(
             held_out = trainer.measure(batches_of(validation), own)
         seen = sum(measure.seen for measure in measures)
         row: Row = {
-            "epoch": epoch,
-            "loss": sum(measure.loss * measure.seen for measure in measures) / seen,
+            "epoch": epoch, "loss": sum(measure.loss * measure.seen for measure in measures) / seen,
             "train_accuracy": sum(measure.correct for measure in measures) / seen,
-            "lr": trainer.scheduler.get_last_lr()[-1],
-            "held_out_loss": None if held_out is None else held_out.loss,
-            "accuracy": None if held_out is None else held_out.correct / held_out.seen,
-        }
+            "lr": trainer.scheduler.get_last_lr()[-1], "held_out_loss": held_out and held_out.loss,
+            "accuracy": held_out and held_out.correct / held_out.seen,
+        }  # fmt: skip
         rows.append(row)
         _write(out, trainer, rows, about, save=saved_epoch(rows, config) == epoch)
         on_epoch(row)
     weights: Any = read_file(out / WEIGHTS).found[""]
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
-    model.eval()
+    trainer.set_mode(training=False)
     return rows
 
 

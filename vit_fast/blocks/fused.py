@@ -212,6 +212,13 @@ def dtype_of(module: nn.Module) -> torch.dtype | None:
     return next((parameter.dtype for parameter in module.parameters()), None)
 
 
+def resolve_again(model: nn.Module) -> None:
+    """Selects the backends of modules with backend "auto" again, e.g. because autocast is enabled now."""
+    for module in model.modules():
+        if isinstance(module, FusedModule):
+            module.set_fused_backend(module.vit_fast_request)
+
+
 class FusedNormMlp(FusedModule):
     """A module whose norm and MLP run as one operator; if possible, one operator runs the whole block."""
 
