@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
@@ -94,8 +95,13 @@ def test_read_image_rejects_other_files(tmp_path: Path, monkeypatch: pytest.Monk
             read_image(sample_image())
     Image.new("F", (4, 4)).save(tmp_path / "float.tif")
     (tmp_path / "link.png").symlink_to("gone.png")
-    assert tmp_path / "link.png" in find_images([tmp_path]), "dangling links in a folder are not ignored"
-    for name, message in (("link.png", "no such file"), ("float.tif", "must be integers"), (".", "got a folder")):
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "folder.png").mkdir()
+    for name, message in (
+        ("link.png", "no such file"), ("pipe.png", "got a folder, pipe"), ("float.tif", "must be integers"),
+        ("folder.png", "got a folder"),
+    ):  # fmt: skip
+        assert (tmp_path / name in find_images([tmp_path])) == (name != "folder.png"), "links and pipes are not ignored"
         with pytest.raises(ImageError, match=message):
             read_image(tmp_path / name)
 

@@ -77,8 +77,8 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
     for given in paths:
         path = Path(given)
         if path.is_dir():
-            images = (p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
-            inside = sorted(p for p in images if p.is_file() or p.is_symlink())
+            # also dangling links and pipes, so that the reader reports them
+            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and not p.is_dir())
             if not inside:
                 problems.append(f"{path}: no image in this folder ({', '.join(sorted(IMAGE_SUFFIXES))})")
             found += inside
