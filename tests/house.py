@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -21,8 +20,6 @@ import torch  # noqa: E402
 
 import vit_fast  # noqa: E402
 import vit_fast.ops  # noqa: E402  # registers the operators
-from vit_fast.benchmarks import runner  # noqa: E402
-from vit_fast.cli import main as command_line  # noqa: E402
 from vit_fast.cli import make_app  # noqa: E402
 
 
@@ -85,21 +82,6 @@ def trace_fuse() -> Trace:
     return Trace().run(lambda: vit_fast.fuse(model, backend="sdpa"))
 
 
-def trace_bench() -> Trace:
-    """The command with three candidates, in this process."""
-
-    def bench() -> None:
-        arguments = "--models vit_test --batch-sizes 1 --dtypes fp32 --candidates eager,sdpa,timm --time-budget 0"
-        try:
-            command_line(["bench", *arguments.split(), "--seconds", "0.2", "--device", "cpu", "--out", f"{folder}/out"])
-        except SystemExit as ended:
-            assert not ended.code, ended.code
-
-    runner.MATMUL_SIZE["cpu"], runner.COPY_BYTES["cpu"] = 64, 2**16  # for the speed of this script
-    with tempfile.TemporaryDirectory() as folder:
-        return Trace().run(bench)
-
-
 def count_options() -> int:
     from typer.main import get_command
 
@@ -139,21 +121,20 @@ def lines(paths: Any) -> int:
 
 def main() -> None:
     modules = test_structure.MODULES.values()
-    bench = trace_bench()
     child = subprocess.run([sys.executable, __file__, "block"], capture_output=True, text=True, check=True)
     block_files, block_functions = map(int, child.stdout.split())
-    tests = [path for path in (ROOT / "tests").rglob("*.py") if "emulator" not in str(path.relative_to(ROOT))]
+    others = ("emulator", "pretend_")
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if not any(name in str(path) for name in others)]
     folders = test_structure.folder_graph()
     pairs = [(a, b) for a in folders for b in folders[a] if a < b and a in folders[b]]
     measured = [
-        ("source lines", lines(modules), 28_000),
+        ("source lines", lines(modules), 31_000),
         ("source files", len(modules), 180),
         ("files in the fullest folder", max(Counter(path.parent for path in modules).values()), 15),
-        ("test lines without the emulator", lines(tests), 16_000),
+        ("test lines without emulator and pretend GPU", lines(tests), 17_500),
         ("frozen block, steady state: files", block_files, 12),
         ("frozen block, steady state: functions", block_functions, 40),
         ("jumps between files in fuse of timm", trace_fuse().jumps, 60),
-        ("files in a bench run", len(bench.files), 35),
         ("pairs of folders that import each other", len(pairs), 0),
         ("options of all commands", count_options(), 100),
         ("parameters of a kernel", most_parameters(), 25),
