@@ -154,7 +154,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UnsupportedInputError, match="the model must have parameters, got none"):
         figures.open_image(nn.Identity(), data_config=DataConfig(), image_hw=(32, 32), in_chans=3)  # as for FILE.onnx
     for options, message in (
-        (("--figures", "colors"), "--figures must be among patches"),
+        (("--figures", "colors"), "--figures must be one of 'patches'"),
         (("--blocks", "x"), "--blocks"),
         (("--blocks", "99"), "got [99]"),
         ((str(tmp_path / "missing.jpg"),), "no such file"),

@@ -185,8 +185,6 @@ def test_comparison(folder: Path, models: Path, logits: torch.Tensor, tmp_path: 
     threes = int((logits.argmax(1) == 3).sum())
     assert len(content["disagreements"]) == threes > 10
     assert content["classes"][3]["top1"] == 0 and content["classes"][3]["confused_with"] is not None
-    assert all(row["answer"] == row["predicted"] for row in content["disagreements"]), "former name"
-    assert all(row["taken for"] == row["confused_with"] for row in content["classes"]), "former name"
     assert content["against"]["top1"] > content["top1"] + 0.05
     text = _run(capsys, *arguments, "--confusion", tmp_path / "c.png")
     assert f"the models disagree on {threes} images" in text

@@ -257,7 +257,7 @@ def test_ray_command(ray: Any, model: Any, folder: Path, out: Path, capsys: pyte
         (["--workers", "2"], 0, f"{COUNT} images, 2 unreadable"),
         (["--workers", "3"], 2, "workers must be between 1 and 2, the number of cores of the cluster, got 3"),
         (["--device", "cuda"], 2, "the cluster has no GPU"),
-        (["--device", "cuda:1"], 2, "device must be one of auto, cpu, cuda with engine ray, got 'cuda:1'"),
+        (["--device", "cuda:1"], 2, "device with engine ray must be one of 'auto', 'cpu', 'cuda', got 'cuda:1'"),
     ):
         arguments = ("predict", str(folder), "--weights", str(weights), "--out", str(out), "--engine", "ray")
         assert run(*arguments, *options) == code

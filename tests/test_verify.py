@@ -20,7 +20,7 @@ def test_triton_passes_on_this_machine(capsys: pytest.CaptureFixture[str]) -> No
     assert {row["dtype"] for row in result["rows"]} >= {"fp16"}
     cases = {row["case"].split()[0] for row in result["rows"]}
     assert cases >= {"attention", "attention_qkvpacked", "layer_norm_mlp", "VisionTransformer,"}
-    assert all(row["passed"] and row["subject"] == row["case"] for row in result["rows"])
+    assert all(row["passed"] for row in result["rows"])
 
 
 @pytest.mark.parametrize("wrong", [1.01, float("nan"), None])

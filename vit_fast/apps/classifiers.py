@@ -174,16 +174,12 @@ class Evaluation:
         """Returns a row per image for which another classifier predicts a different class."""
         return [
             {
-                "image": encodable(self.files[i]),
-                "class": names[self.labels[i]],
-                "predicted": names[self.predicted[i, 0]],
-                "answer": names[self.predicted[i, 0]],  # old name of "predicted"; existing programs read it
-                "probability": float(self.probabilities[i, 0]),
-                "against": names[other.predicted[i, 0]],
-                "against_probability": float(other.probabilities[i, 0]),
+                "image": encodable(self.files[i]), "class": names[self.labels[i]],
+                "predicted": names[self.predicted[i, 0]], "probability": float(self.probabilities[i, 0]),
+                "against": names[other.predicted[i, 0]], "against_probability": float(other.probabilities[i, 0]),
             }
             for i in np.flatnonzero(self.predicted[:, 0] != other.predicted[:, 0])
-        ]
+        ]  # fmt: skip
 
 
 def evaluate(labeled: Sequence[tuple[Path, int]], rows: Iterable[Sequence[float] | np.ndarray | str]) -> Evaluation:

@@ -53,16 +53,9 @@ class Predicted:
 
 
 def predict_to_parquet(
-    model: VisionTransformer,
-    files: Sequence[Path],
-    out: Path,
-    *,
-    class_names: Sequence[str],
-    workers: int | None = 0,
-    engine: str = "local",
-    device: str = "auto",
-    on_part: Callable[[int], None] = lambda images: None,
-) -> Predicted:
+    model: VisionTransformer, files: Sequence[Path], out: Path, *, class_names: Sequence[str], workers: int | None = 0,
+    engine: str = "local", device: str = "auto", on_part: Callable[[int], None] = lambda images: None,
+) -> Predicted:  # fmt: skip
     """Writes a Parquet file of one row per image: path, label, index, probability, probabilities, embedding, error.
 
     A path that is not valid UTF-8 is stored as a `file:` URI. The row of an unreadable image contains only path and
@@ -78,8 +71,6 @@ def predict_to_parquet(
         engine: "local", or "ray" for a Ray cluster.
         device: Device of the workers with "ray": "cpu", "cuda" or "auto".
         on_part: Called with the number of images processed so far.
-    Returns:
-        A summary.
     Raises:
         MissingPackageError: pyarrow is not installed, or Ray with engine="ray".
         PredictionError: OUT.parts belongs to another run, workers died repeatedly at the same images, or a task of the
@@ -185,8 +176,7 @@ def _rows_by_ray(
     """
     if importlib.util.find_spec("ray") is None:
         raise MissingPackageError("ray not installed: pip install 'vit-fast[ray]'")
-    if device not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)} with engine ray, got {device!r}")
+    check_choice("device with engine ray", device, DEVICES)
     import ray
     import ray.exceptions
 

@@ -55,8 +55,7 @@ def _rows(case: Case, backend: str, dtype_name: str) -> Iterator[dict[str, Any]]
     except Exception as error:  # a failed case gives a row; the next cases still run
         problem = f"{type(error).__name__}: {error}"
     for i, title in enumerate(titles):
-        # "subject" is the old name of "case"; existing programs read it
-        row: dict[str, Any] = {"subject": title, "case": title, "backend": backend, "dtype": dtype_name}
+        row: dict[str, Any] = {"case": title, "backend": backend, "dtype": dtype_name}
         row |= dict.fromkeys(("error", "eager_error", "allowed", "ratio")) | {"problem": problem, "passed": False}
         if problem is None:
             verdict = judge(runs[0][i], runs[1][i], runs[2][i], (FORWARD_FACTOR, GRADIENT_FACTOR)[i])

@@ -40,38 +40,28 @@ def predict(
     top_k: Annotated[int, option("Number of classes to print per image.", "--top-k")] = 5,
     backend: Backend = "auto",
     data_config: DataConfigFile = None,
-    out: Annotated[
-        Path | None,
-        option(
-            "Write predicted class, probabilities and embedding of each image to this Parquet file. Re-run the command "
-            "to resume an interrupted run."
-        ),
-    ] = None,
+    out: Annotated[Path | None, option(
+        "Write predicted class, probabilities and embedding of each image to this Parquet file. Re-run the command to "
+        "resume an interrupted run.")] = None,
     engine: Annotated[str, option("With --out: local, or ray for a Ray cluster (at RAY_ADDRESS).")] = "local",
-    workers: Annotated[
-        int | None,
-        option(
-            "With --out: number of processes that read images (default: one per core). With --engine ray, they also "
-            "run the model.",
-            show_default=False,
-        ),
-    ] = None,
+    workers: Annotated[int | None, option(
+        "With --out: number of processes that read images (default: one per core). With --engine ray, they also run "
+        "the model.", show_default=False)] = None,
     device: Device = "auto",
     as_json: Annotated[bool, option("Without --out: print JSON to stdout.", "--json")] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Classify images: print the most probable classes, or write predictions and embeddings to a Parquet file."""
     from ..apps.classifiers import class_names_for, open_classifier, read_class_names
     from ..apps.data import ImageError, find_images
+    from ..errors import check_integer
     from ..files import encodable
 
-    if top_k < 1:
-        raise ValueError(f"--top-k must be an integer >= 1, got {top_k}")
-    if workers is not None and workers < 0:
-        raise ValueError(f"--workers must be an integer >= 0, got {workers}")
-    if workers is not None and out is None:
-        raise ValueError(f"--workers {workers} requires --out")
-    if engine != "local" and out is None:
-        raise ValueError(f"--engine {engine} requires --out")
+    check_integer("--top-k", top_k, 1)
+    if workers is not None:
+        check_integer("--workers", workers, 0)
+    for name, value in (("--workers", workers), ("--engine", None if engine == "local" else engine)):
+        if value is not None and out is None:
+            raise ValueError(f"{name} {value} requires --out")
     files = find_images(images)
     given = None if classes is None else read_class_names(classes)
     if out is not None:
@@ -147,7 +137,6 @@ def _classify(
 
     if not weights.endswith(".onnx"):
         opened = open_classifier(weights, model, backend, device)
-
         found = rows(opened, files, [""] * opened.config.num_classes)
         return opened.class_names, (row["error"] if "error" in row else row["probabilities"] for row in found)
 
@@ -178,18 +167,16 @@ def evaluate(
     folder: Annotated[Path, argument("Folder with one subfolder of images per class.")],
     weights: WeightsFile,
     model: WeightsModel = None,
-    against: Annotated[
-        str | None, option("Weights of a second model: also list the images with different predictions.")
-    ] = None,
+    against: Annotated[str | None, option(
+        "Weights of a second model: also list the images with different predictions.")] = None,
     classes: ClassNames = None,
     backend: Backend = "auto",
     data_config: DataConfigFile = None,
     confusion: Annotated[Path | None, option("Draw the confusion matrix to this .png, .svg or .pdf file.")] = None,
     device: Device = "auto",
-    as_json: Annotated[
-        bool, option("Print JSON with complete lists. Without --json, each list ends after 20 rows.", "--json")
-    ] = False,
-) -> None:
+    as_json: Annotated[bool, option(
+        "Print JSON with complete lists. Without --json, each list ends after 20 rows.", "--json")] = False,
+) -> None:  # fmt: skip
     """Measure top-1, top-5 and per-class accuracy of a model on labeled images, or compare it with a second model."""
     from ..apps.classifiers import class_names_for, draw_confusion, labeled_images, read_class_names
     from ..apps.classifiers import evaluate as collect
@@ -222,11 +209,10 @@ def evaluate(
     list_unreadable(evaluation.unreadable)
     disagreements = evaluation.disagreements(others[0], names) if others else []
     if as_json:
-        summaries = []
-        for one in evaluations:
-            # "taken for" is the old name of "confused_with"; existing programs read it
-            per_class = [row | {"taken for": row["confused_with"]} for row in one.by_class(names)]
-            summaries.append({"images": len(one.files), "top1": one.top1, "top5": one.top5, "classes": per_class})
+        summaries = [
+            {"images": len(one.files), "top1": one.top1, "top5": one.top5, "classes": one.by_class(names)}
+            for one in evaluations
+        ]
         content = summaries[0] | {"confusion": evaluation.confusion.tolist(), "unreadable": evaluation.unreadable}
         if others:
             content |= {"against": summaries[1], "disagreements": disagreements}

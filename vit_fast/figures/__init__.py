@@ -124,9 +124,8 @@ def record_activations(model: nn.Module, images: Tensor) -> Activations:
     Raises:
         UnsupportedInputError: the model has no supported attention, or no patch embedding that matches its tokens.
     """
-    what = f"figures of a {type(model).__name__}"
     if reasons := required_input_reasons(model):
-        raise UnsupportedInputError(what, reasons)
+        raise _unsupported(model, *reasons)
     work = copy.deepcopy(model).eval()
     unfuse(work)
     fuse(work, "sdpa")
@@ -134,13 +133,13 @@ def record_activations(model: nn.Module, images: Tensor) -> Activations:
         work(images)
     attention = [weights for weights in seen.attention if weights.dim() == 4 and weights.shape[2] == weights.shape[3]]
     if not attention:
-        raise UnsupportedInputError(what, ["the model must have attention layers that vit_fast.fuse supports"])
+        raise _unsupported(model, "the model must have attention layers that vit_fast.fuse supports")
     count = max(weights.shape[-1] for weights in attention)
     of_patches = [shape for shape in seen.convolutions if 0 <= count - math.prod(shape[2:]) <= MOST_PREFIX_TOKENS]
     if not of_patches:
         shapes = [tuple(shape) for shape in seen.convolutions]
-        reason = f"a convolution must output one vector per patch (attention has {count} tokens), got shapes {shapes}"
-        raise UnsupportedInputError(what, [reason])
+        requirement = f"a convolution must output one vector per patch (attention has {count} tokens)"
+        raise _unsupported(model, f"{requirement}, got shapes {shapes}")
     _, width, rows, columns = of_patches[-1]
     prefix = count - rows * columns
     weights = tuple(weights for weights in attention if weights.shape[-1] == count)
@@ -152,22 +151,20 @@ def record_activations(model: nn.Module, images: Tensor) -> Activations:
     return Activations((rows, columns), prefix, weights, features, found)
 
 
+def _unsupported(model: nn.Module, *reasons: str) -> UnsupportedInputError:
+    return UnsupportedInputError(f"figures of a {type(model).__name__}", reasons)
+
+
 def open_image(
-    model: nn.Module,
-    image: str | Path | Image.Image | None = None,
-    *,
-    data_config: DataConfig | None = None,
-    image_hw: Size | None = None,
-    in_chans: int | None = None,
-) -> ModelImage:
-    """Opens an image and preprocesses it for a model.
+    model: nn.Module, image: str | Path | Image.Image | None = None, *, data_config: DataConfig | None = None,
+    image_hw: Size | None = None, in_chans: int | None = None,
+) -> ModelImage:  # fmt: skip
+    """Opens an image and preprocesses it for a model. By default, the preprocessing is the model's.
 
     Args:
         model: The model.
         image: A file or a Pillow image; None means matplotlib's sample image.
-        data_config: Preprocessing; None means the model's.
-        image_hw: Height and width in pixels; None means the model's.
-        in_chans: 3 (RGB) or 1 (gray); None means the model's.
+        data_config, image_hw, in_chans: Preprocessing, height and width in pixels, and 3 (RGB) or 1 (gray) channels.
     Raises:
         ImageError: the file is missing or not an image.
         UnsupportedInputError: the model has no parameters, or an argument is None and the model's library is unknown.
@@ -177,8 +174,7 @@ def open_image(
         image_hw, data_config = image_hw or known.image_hw, data_config or known.data_config or DataConfig()
         in_chans = in_chans or known.in_chans
     if (parameter := next(model.parameters(), None)) is None:
-        reason = "the model must have parameters, got none"
-        raise UnsupportedInputError(f"figures of a {type(model).__name__}", [reason])
+        raise _unsupported(model, "the model must have parameters, got none")
     image = image if isinstance(image, Image.Image) else read_image(sample_image() if image is None else image)
     prepared = make_transform(data_config, image_hw, in_chans)(image)
     plain = DataConfig.from_dict({**vars(data_config), "mean": (0.0,) * 3, "std": (1.0,) * 3})
@@ -233,8 +229,7 @@ def filters(model: nn.Module, count: int = 28) -> Figure:
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
     weight = next((module.weight for module in convolutions if module.in_channels in (1, 3)), None)
     if weight is None:
-        reason = "the model must have a convolution with 1 or 3 input channels, got none"
-        raise UnsupportedInputError(f"filters of a {type(model).__name__}", [reason])
+        raise _unsupported(model, "the model must have a convolution with 1 or 3 input channels, got none")
     found, _ = components(weight.detach().float().cpu().flatten(1), count)
     shown = found.unflatten(1, weight.shape[1:]).permute(0, 2, 3, 1)
     columns = min(7, len(shown))
@@ -266,10 +261,9 @@ def attention(
     for name, indices, least, most in (("blocks", blocks, -depth, depth - 1), ("heads", heads, 0, count - 1)):
         if not len(indices) or not set(indices) <= {*range(least, most + 1)}:
             raise ValueError(f"{name} must be one or more indices from {least} to {most}, got {list(indices)}")
+    weights = [each[0, :, :, activations.prefix :] for each in activations.attention]
     maps = {
-        f"block {block % depth}, head {head}": _of_class_token(
-            activations.attention[block][0, head, :, activations.prefix :], activations
-        )
+        f"block {block % depth}, head {head}": _of_class_token(weights[block][head], activations)
         for block in blocks
         for head in heads
     }
@@ -387,8 +381,7 @@ def position_embedding(model: nn.Module, patches: int) -> Tensor:
         found = found.reshape(-1, found.shape[-1])
         if 0 <= len(found) - patches <= MOST_PREFIX_TOKENS:
             return found[len(found) - patches :]
-    reason = f"the model must have a learned position embedding for {patches} patches, got none"
-    raise UnsupportedInputError(f"positions of a {type(model).__name__}", [reason])
+    raise _unsupported(model, f"the model must have a learned position embedding for {patches} patches, got none")
 
 
 def components(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -107,13 +107,11 @@ def load_weights(
 def save(model: VisionTransformer, path: str | Path) -> Path:
     """Writes a model to one .safetensors file, with config, preprocessing and class names in its metadata.
 
-    The write is atomic. `load` builds the model from the file.
+    The write is atomic. `load` builds the model from the file. Returns the path.
 
     Args:
         model: The model. Parameters are stored in their dtype, tied parameters as copies.
         path: File name ending in .safetensors. An existing file is replaced; missing folders are created.
-    Returns:
-        path.
     Raises:
         ValueError: path has another suffix, or the model was fused with `normalize`, which the file cannot store.
         TypeError: model is not a VisionTransformer.
@@ -147,14 +145,12 @@ def save_tensors(model: VisionTransformer, state: Mapping[str, Tensor], path: st
 def load(
     source: str | Path | Source, *, backend: str = "auto", device: torch.device | str | None = None
 ) -> VisionTransformer:
-    """Builds a model from weights that contain a config, with their dtype, preprocessing and class names.
+    """Builds a model in evaluation mode from a config and weights, with their dtype, preprocessing and class names.
 
     Args:
         source: A file of `save`, or a folder or Hub id with a config.json.
         backend: "auto", "eager", "sdpa" or "triton"; see `vit_fast.fuse`.
         device: Device of the model; None means the CPU.
-    Returns:
-        The model, in evaluation mode.
     Raises:
         WeightsError: the source cannot be read or contains no config.
     """
@@ -192,7 +188,7 @@ def create_model(
     dtype: torch.dtype | None = None, precision: str | None = None, key: str | None = None, prefix: str | None = None,
     ema: bool = True, **config_overrides: Any,
 ) -> VisionTransformer:  # fmt: skip
-    """Builds a Vision Transformer by its timm name and fuses it.
+    """Builds a Vision Transformer in evaluation mode by its timm name, and fuses it.
 
     Args:
         name: One of list_models(), or a Hugging Face Hub id or folder with config and weights.
@@ -206,8 +202,6 @@ def create_model(
             scales of `vit_fast.calibrate`. None means no FP8.
         key, prefix, ema: The part of a checkpoint to load; see `load_weights`.
         **config_overrides: Fields of ViTConfig, e.g. depth=2, img_size=(320, 240), num_classes=7.
-    Returns:
-        The model, in evaluation mode.
     Raises:
         ValueError: name or a field is unknown, a field is invalid, or the weights do not fit.
         UnsupportedInputError: the requested backend cannot run the model; lists all reasons.
@@ -232,8 +226,7 @@ def create_model(
     config = config.replace(**config_overrides)
     with as_device(device):
         model = VisionTransformer(config, data_config=data_config)
-    if dtype is not None:
-        model = model.to(dtype)
+    model = model if dtype is None else model.to(dtype)
     if source is not None:
         _log(load_weights(model, source, replace_head=head_is_given, key=key, prefix=prefix, ema=ema))
     set_backend(model, backend)
@@ -258,8 +251,8 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
     assert converted is not None
     wanted |= buffers_to_load(part.tensors, config.embed_dim)
     layout = "vit-fast" if source.name.endswith(".safetensors") and given else converted.layout
-    report = WeightsReport(source.name, layout, str(part), unused_parts)
-    report.ignored, report.notes = list(converted.ignored), list(source.notes)
+    report = WeightsReport(source.name, layout, str(part), unused_parts, notes=list(source.notes))
+    report.ignored = list(converted.ignored)
     tensors, origins, head_problem = dict(converted.tensors), converted.origins, converted.head_problem
 
     unused = (*(_HEADS if config.num_classes == 0 else ()), *(("attn_pool.",) if config.global_pool != "map" else ()))
@@ -284,8 +277,8 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
 
     missing = [name for name in wanted if name not in tensors]
     unexpected = [origin for name in tensors if name not in wanted for origin in origins[name]]
-    listed = (("missing", missing), ("unexpected", unexpected))
-    problems += [f"{kind}: {', '.join(names)}" for kind, names in listed if names]
+    problems += [f"missing: {', '.join(missing)}"] if missing else []
+    problems += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
     for name, own in ((name, wanted[name]) for name in wanted if name in tensors):
         if (there := tensors[name]).shape != own.shape:
             problems.append(f"shape of {name}: {_shape(there)} in the source, {_shape(own)} in the model")

@@ -93,7 +93,7 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
 def hub_id(source: str | Path) -> str | None:
     """Returns the `owner/name[@revision]` of a Hub id, which may have a prefix such as `hf-hub:`; otherwise None."""
     found = _HUB_ID.fullmatch(source) if isinstance(source, str) and not source.lower().endswith(SUFFIXES) else None
-    return None if found is None else found[1]
+    return found and found[1]
 
 
 def read_file(path: Path) -> Source:
