@@ -197,18 +197,14 @@ MALLOC = """
 import ctypes, torch
 from vit_fast.blocks import packed
 
-class Statistics(ctypes.Structure):
-    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
-
 mallinfo = ctypes.CDLL(None).mallinfo2
-mallinfo.restype = Statistics
+mallinfo.restype = type("", (ctypes.Structure,), {"_fields_": [(f"_{i}", ctypes.c_size_t) for i in range(10)]})
 held = []
 for prepare in (lambda: None, packed._reuse_freed_buffers):
     prepare()
-    before = mallinfo().hblks
+    before = mallinfo()._3  # number of mapped blocks
     held.append(torch.empty(20 * 2**20, dtype=torch.uint8))
-    print(mallinfo().hblks - before)
+    print(mallinfo()._3 - before)
 """
 
 

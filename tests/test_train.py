@@ -20,7 +20,7 @@ from vit_fast import VisionTransformer, create_model, load, save
 from vit_fast.apps import datasets, training
 from vit_fast.apps.data import ImageError, ImageFolder, load_images, read_image, sample_image
 from vit_fast.apps.datasets import open_data
-from vit_fast.apps.trainer import joined, learning_rate_factor, parameter_groups
+from vit_fast.apps.trainer import learning_rate_factor, parameter_groups
 from vit_fast.apps.training import TrainConfig, Trainer, TrainingError, config_for, train
 from vit_fast.weights import WeightsError
 
@@ -288,15 +288,6 @@ def test_another_default_device(out: Path) -> None:
     assert np.isfinite(rows[0]["held_out_loss"])
 
 
-def test_device_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    with (
-        pytest.raises(ValueError, match="--device under torchrun must be one of 'auto', 'cpu', 'cuda', got 'cuda:1'"),
-        joined("ddp", "cuda:1"),
-    ):
-        pass
-
-
 def test_patience_stops_and_saves_the_best_weights(folder: Path, out: Path, monkeypatch: Any) -> None:
     accuracies = iter([3, 5, 4, 5, 9])
     heads = []
@@ -365,6 +356,8 @@ def test_command_line(folder: Path, tmp_path: Path, capsys: Any, monkeypatch: An
     assert (config.image_hw, config.depth, config.num_classes) == ((16, 16), 1, 2)
     with Image.open("out/curve.png") as curve:
         assert curve.format == "PNG" and np.asarray(curve.convert("L")).std() > 5
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert run(*arguments, "--device", "cuda:1") == 2 and "--device under torchrun must be" in capsys.readouterr().err
 
 
 def test_vit_mnist_trains_with_its_own_recipe(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

@@ -98,6 +98,8 @@ LAYOUTS: dict[str, tuple[Any, State, str, str, dict[str, Any]]] = {
     "model_ema": ({"model": OTHER, "model_ema": PLAIN, "n": types.SimpleNamespace()}, PLAIN, "model_ema", "model", {}),
     "ours": ({"model": OTHER, "average": PLAIN, "optimizer": {}}, PLAIN, "average", "model", {}),
     "no ema yet": ({"state_dict": PLAIN, "state_dict_ema": None}, PLAIN, "state_dict", "none", {}),
+    "a list of averages": ({"model": PLAIN, "ema": {"shadow": [*OTHER.values()]}}, PLAIN, "model", "ema.shadow", {}),
+    "copies": ({**_with("encoder.", PLAIN), **_with("student.", PLAIN)}, PLAIN, "prefix encoder.", "student.", {}),
 }  # fmt: skip
 
 
@@ -161,19 +163,6 @@ def test_both_copies_in_one_dict(own: str, averaged: str, unused: str, ema: bool
     report = load_weights(model, {"state_dict": {**_with(own, OTHER), **_with(averaged, PLAIN)}}, ema=ema)
     assert _same(model, PLAIN if ema else OTHER)
     assert any(each.startswith(unused) or (not ema and averaged.startswith(each)) for each in report.unused)
-
-
-def test_a_list_of_averages_is_named() -> None:
-    shadow = {"decay": 0.9, "shadow_params": list(PLAIN.values())}
-    report = load_weights(create_model("vit_test"), {"model": OTHER, "ema": shadow})
-    assert (report.used, report.unused) == ("model", ["ema.shadow_params"])
-
-
-def test_equal_copies_are_no_choice() -> None:
-    """Lightning modules often have two attributes for one module."""
-    copies = {n: t.clone() for n, t in PLAIN.items()}
-    report = load_weights(create_model("vit_test"), {**_with("encoder.", PLAIN), **_with("student.", copies)})
-    assert (report.used, report.unused) == ("prefix encoder.", ["student."])
 
 
 def test_what_does_not_fit_is_listed() -> None:

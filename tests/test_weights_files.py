@@ -355,12 +355,8 @@ def test_preprocessor_configs(
 
 
 def test_unsupported_preprocessor_configs() -> None:
-    for processor in (
-        {"do_rescale": False},
-        {"rescale_factor": 1 / 127.5},
-        {"image_processor_type": "CLIPImageProcessor"},
-        {"size": {"height": 224, "width": 448}},
-        {"size": {"shortest_edge": 224}},
-    ):
+    sizes = ({"height": 224, "width": 448}, {"shortest_edge": 224})
+    others = ({"do_rescale": False}, {"rescale_factor": 1 / 127.5}, {"image_processor_type": "CLIPImageProcessor"})
+    for processor in (*others, *({"size": size} for size in sizes)):
         with pytest.raises(ValueError, match="it "):
             data_config_from_processor(processor)

@@ -19,7 +19,6 @@ from ..errors import as_device
 from ..files import encodable
 from ..model import VisionTransformer
 from ..weights import create_model, load
-from ..weights.source import open_source
 from .data import ImageError, ImageFolder, batches_of, make_transform, read_image, reason
 
 BATCH_SIZE, TOP = 32, 5
@@ -27,12 +26,10 @@ BATCH_SIZE, TOP = 32, 5
 
 def open_classifier(weights: str, model_name: str | None, backend: str, device: str) -> VisionTransformer:
     """Builds a model that returns one row of logits per image."""
-    if model_name is not None:
-        model = create_model(model_name, weights=weights, backend=backend)
-    elif (source := open_source(weights)).config is None:
-        raise ValueError(f"{weights}: must contain a config: pass a name of `vit-fast models` with --model")
+    if model_name is None:
+        model = load(weights, backend=backend)
     else:
-        model = load(source, backend=backend)
+        model = create_model(model_name, weights=weights, backend=backend)
     if model.config.global_pool == "":
         raise ValueError(f"{weights}: global_pool must not be '', which gives logits per token")
     if model.config.num_classes == 0:

@@ -156,7 +156,8 @@ def load(
     """
     opened = open_source(source)
     if opened.config is None:
-        raise WeightsError(f"{opened.name} has no config: call create_model(name, weights=...), see list_models()")
+        advice = "call create_model(name, weights=...), or pass --model, with one of `vit-fast models`"
+        raise WeightsError(f"{opened.name} has no config: {advice}")
     place = as_device(device or "cpu")
     with torch.device("meta"):
         model = VisionTransformer(opened.config, data_config=opened.data_config)
