@@ -215,6 +215,8 @@ def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
         different = ", ".join(f"{name} (was {old.get(name)!r}, now {new.get(name)!r})" for name in names)
         advice = "use the same settings, or another folder"
         raise TrainingError(f"{path}: belongs to a run with other settings: {different}: {advice}")
+    if state["model"].keys() != trainer.model.state_dict().keys():
+        raise TrainingError(f"{path}: does not fit this model: the checkpoint has other tensors")
     try:
         if trainer.averages:
             set_model_state_dict(trainer.model, state["average"], options=_WHOLE)
