@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import io
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -123,17 +122,6 @@ def integers(name: str, value: str | None, separator: str = ",") -> list[int] | 
         return None if parts is None else [int(part) for part in parts]
     except ValueError:
         raise ValueError(f"{name} must be integers separated by {separator!r}, got {value}") from None
-
-
-def read_data_config(path: Path) -> dict[str, Any]:
-    """Reads the fields of --data-config."""
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"--data-config must be a JSON file, got {path}: {error}") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"--data-config must contain a JSON object, got {path} with a {type(given).__name__}")
-    return given
 
 
 def model_name(name: str) -> str:

@@ -1,9 +1,10 @@
-"""Writes files and folders atomically, in a hidden folder beside the target; imports functions by name."""
+"""Writes files and folders atomically, in a hidden folder beside the target; reads JSON; imports functions by name."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import re
 import shutil
@@ -37,6 +38,17 @@ def find_function(given: str) -> Callable[..., Any] | None:
         sys.path.insert(0, here)  # as in `python script.py`
     found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found
+
+
+def read_object(path: Path, error_class: type[ValueError] = ValueError) -> dict[str, Any]:
+    """Reads a JSON object from a file; raises `error_class` if the file cannot be read or contains something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise error_class(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise error_class(f"{path}: must contain a JSON object, got {type(content).__name__}")
+    return content
 
 
 @contextlib.contextmanager

@@ -30,8 +30,6 @@ from ..weights.source import weights_digest
 from .classifiers import BATCH_SIZE, rows
 from .data import ReaderLostError
 
-__all__ = ["ENGINES", "Predicted", "PredictionError", "predict_to_parquet"]
-
 ENGINES, DEVICES = ("local", "ray"), ("auto", "cpu", "cuda")
 PART = 512  # images per part
 _TASK = "task.json"

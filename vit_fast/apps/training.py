@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as shards
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ..errors import check_choice, check_integer, known_fields
@@ -34,13 +28,11 @@ from .data import ImageError, ImageFolder, batches_of
 from .datasets import PreparedImages, TrainingData, mixed_seed, unreadable
 from .trainer import ALONE, Measure, Processes, TrainConfig, Trainer, TrainingError
 
-__all__ = ["TrainConfig", "Trainer", "TrainingError", "train"]
-
 CHECKPOINT, LOG, WEIGHTS = "checkpoint.pth", "log.jsonl", "model.safetensors"
 LISTED, READ_BATCH = 20, 32  # images in an error; images per batch of the check
 Row = dict[str, Any]
 _FORMAT = "vit-fast training 2"
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathers shards
+_WHOLE = shards.StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathers shards
 
 # Recipes by variant.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
@@ -155,7 +147,7 @@ def train(
         _write(out, trainer, rows, about, save=saved_epoch(rows, config) == epoch)
         on_epoch(row)
     weights: Any = read_file(out / WEIGHTS).found[""]
-    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+    shards.set_model_state_dict(model, weights, options=shards.StateDictOptions(full_state_dict=True))
     trainer.set_mode(training=False)
     return rows
 
@@ -219,10 +211,10 @@ def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
         raise TrainingError(f"{path}: does not fit this model: the checkpoint has other tensors")
     try:
         if trainer.averages:
-            set_model_state_dict(trainer.model, state["average"], options=_WHOLE)
+            shards.set_model_state_dict(trainer.model, state["average"], options=_WHOLE)
             trainer.averages = [parameter.detach().clone() for parameter in trainer.parameters]
-        set_model_state_dict(trainer.model, state["model"], options=_WHOLE)
-        set_optimizer_state_dict(trainer.model, trainer.optimizer, state["optimizer"], options=_WHOLE)
+        shards.set_model_state_dict(trainer.model, state["model"], options=_WHOLE)
+        shards.set_optimizer_state_dict(trainer.model, trainer.optimizer, state["optimizer"], options=_WHOLE)
         trainer.scheduler.load_state_dict(state["scheduler"])
     except (RuntimeError, KeyError, ValueError, TypeError) as error:
         raise TrainingError(f"{path}: does not fit this model: {error}") from None
@@ -233,13 +225,13 @@ def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
 
 def _write(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, Any], *, save: bool) -> None:
     """Writes the files of a run, each atomically, and the checkpoint last; the weights only if `save`."""
-    average: Any = get_model_state_dict(trainer.model, options=_WHOLE)
+    average: Any = shards.get_model_state_dict(trainer.model, options=_WHOLE)
     model = average
     if trainer.averages:
         with trainer.averaged():
-            then: Any = get_model_state_dict(trainer.model, options=_WHOLE)
+            then: Any = shards.get_model_state_dict(trainer.model, options=_WHOLE)
             average = {name: tensor.clone() for name, tensor in then.items()}  # on a CPU, these are the model's tensors
-    optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer, options=_WHOLE)
+    optimizer = shards.get_optimizer_state_dict(trainer.model, trainer.optimizer, options=_WHOLE)
     if trainer.processes.rank == 0:
         state = {
             "format": _FORMAT, "config": asdict(trainer.config), "about": dict(about), "model": model,

@@ -8,18 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..cli import (
-    AsJson,
-    ClassNames,
-    DataConfigFile,
-    Side,
-    argument,
-    integers,
-    model_name,
-    option,
-    read_data_config,
-    split_words,
-)
+from ..cli import AsJson, ClassNames, DataConfigFile, Side, argument, integers, model_name, option, split_words
 
 
 def export(
@@ -71,7 +60,7 @@ def export(
     from ..apps.data import channels_of, find_images
     from ..export import export_onnx, inspect_onnx, write_card, write_triton_repository
     from ..export.deployment import check_triton_repository
-    from ..files import find_function
+    from ..files import find_function, read_object
     from ..weights import create_model
 
     if inspect is not None:
@@ -102,7 +91,7 @@ def export(
         elif function is not None and img_size is not None:
             options["example"] = torch.randn(1, channels_of(built), img_size, img_size)
         if data_config is not None:
-            options["data_config"] = read_data_config(data_config)
+            options["data_config"] = read_object(data_config)
             options["data_config"].pop("img_size", None)
         result = export_onnx(
             built, out, dynamic_size=dynamic_size,

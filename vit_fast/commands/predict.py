@@ -11,17 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..cli import (
-    Backend,
-    ClassNames,
-    DataConfigFile,
-    Device,
-    WeightsFile,
-    WeightsModel,
-    argument,
-    option,
-    read_data_config,
-)
+from ..cli import Backend, ClassNames, DataConfigFile, Device, WeightsFile, WeightsModel, argument, option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -134,6 +124,7 @@ def _classify(
     from ..apps.classifiers import open_classifier, rows
     from ..apps.data import ImageError, read_image, reason
     from ..errors import pair
+    from ..files import read_object
 
     if not weights.endswith(".onnx"):
         opened = open_classifier(weights, model, backend, device)
@@ -142,7 +133,7 @@ def _classify(
 
     from ..export import OnnxRunner
 
-    given = {} if data_config is None else read_data_config(data_config)
+    given = {} if data_config is None else read_object(data_config)
     image_hw = pair("img_size", given.pop("img_size")) if "img_size" in given else None
     runner = OnnxRunner(weights, device, data_config=given or None, image_hw=image_hw)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..config import DataConfig, ViTConfig
 from ..errors import VitFastError, check_type, type_name
+from ..files import read_object
 from ..libraries.interface.image_model import Facts
 from ..libraries.known import CONFIGURATIONS
 from ..libraries.transformers import hf_model
@@ -230,7 +231,7 @@ def _open(name: str, find: Find) -> Source:
         if source.config is None:  # otherwise, vit_fast.save stored it in the file
             source.notes.append("no config.json: the model keeps its head size, preprocessing and class names")
         return source
-    config = _read_json(config_file)
+    config = read_object(config_file, WeightsError)
     library = next((library for library in CONFIGURATIONS if library.CONFIG_KEYS & config.keys()), None)
     if library is None:
         return Source(name, source.found, notes=["config.json is ignored: no supported library wrote it"])
@@ -244,14 +245,14 @@ def _open(name: str, find: Find) -> Source:
         try:
             if (file := find("preprocessor_config.json")) is None:
                 raise ValueError("it does not exist")
-            found.data_config = hf_model.data_config_from_processor(_read_json(file))
+            found.data_config = hf_model.data_config_from_processor(read_object(file))
         except _DAMAGE as error:
             found.notes.append(f"preprocessor_config.json is not used: {error}")
     return found
 
 
 def _read_shards(index_file: Path, find: Find) -> Source:
-    source, shards = Source(str(index_file), {}), _read_json(index_file).get("weight_map")
+    source, shards = Source(str(index_file), {}), read_object(index_file, WeightsError).get("weight_map")
     files = shards.values() if isinstance(shards, dict) else [shards]
     if any(not isinstance(file, str) or Path(file).name != file for file in files):
         raise WeightsError(f"{index_file}: weight_map must map each tensor name to a file name in the same folder")
@@ -261,13 +262,3 @@ def _read_shards(index_file: Path, find: Find) -> Source:
         for key, tensors in read_file(path).found.items():
             source.found.setdefault(key, {}).update(tensors)
     return source
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise WeightsError(f"{path}: must contain a JSON object, got {type_name(content)}")
-    return content
