@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,44 +22,24 @@ import vit_fast.ops  # noqa: E402  # registers the operators
 from vit_fast.cli import make_app  # noqa: E402
 
 
-class Trace:
-    """The functions of this repository that a call runs, and the number of calls from one of its files into another."""
+def functions_of(call: Callable[[], Any]) -> set[CodeType]:
+    """Returns the functions of this repository that a call runs, without the stand-in for a driver."""
+    found: set[CodeType] = set()
 
-    def __init__(self) -> None:
-        self.functions: set[CodeType] = set()
-        self.jumps = 0
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(str(ROOT / "vit_fast")) and not name.endswith("stand_in_driver.py"):
+            found.add(frame.f_code)
 
-    @property
-    def files(self) -> set[str]:
-        called = [code for code in self.functions if code.co_name != "<module>"]  # without mere imports
-        return {code.co_filename for code in called}
-
-    def run(self, call: Callable[[], Any]) -> Trace:
-        threading.setprofile(self._see)
-        sys.setprofile(self._see)
-        try:
-            call()
-        finally:
-            sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]  # as the documentation says
-        return self
-
-    def _see(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and _is_ours(frame):
-            self.functions.add(frame.f_code)
-            caller = frame.f_back
-            while caller is not None and not _is_ours(caller):
-                caller = caller.f_back
-            if caller is not None and caller.f_code.co_filename != frame.f_code.co_filename:
-                self.jumps += 1
+    sys.setprofile(see)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
 
 
-def _is_ours(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return name.startswith(str(ROOT / "vit_fast")) and not name.endswith("stand_in_driver.py")  # in a driver's place
-
-
-def trace_frozen_block() -> Trace:
+def trace_frozen_block() -> set[CodeType]:
     """Traces a call of a frozen block after its launch plans were recorded, with the stand-in for the CUDA driver."""
     from vit_fast.kernels.inspect import stand_in_driver
 
@@ -71,15 +50,8 @@ def trace_frozen_block() -> Trace:
     with torch.inference_mode():
         for _ in range(256):  # until the tensor maps of most addresses that the CPU allocates are cached
             model.blocks[0](tokens)
-        traces = [Trace().run(lambda: model.blocks[0](tokens)) for _ in range(256)]
-    return min(traces, key=lambda trace: len(trace.functions))  # others may encode the map of a new address
-
-
-def trace_fuse() -> Trace:
-    import timm
-
-    model = timm.create_model("vit_tiny_patch16_224", pretrained=False, img_size=32, depth=2).eval()
-    return Trace().run(lambda: vit_fast.fuse(model, backend="sdpa"))
+        traces = [functions_of(lambda: model.blocks[0](tokens)) for _ in range(256)]
+    return min(traces, key=len)  # others may encode the map of a new address
 
 
 def count_options() -> int:
@@ -134,7 +106,6 @@ def main() -> None:
         ("test lines without emulator and pretend GPU", lines(tests), 17_500),
         ("frozen block, steady state: files", block_files, 12),
         ("frozen block, steady state: functions", block_functions, 40),
-        ("jumps between files in fuse of timm", trace_fuse().jumps, 60),
         ("pairs of folders that import each other", len(pairs), 0),
         ("options of all commands", count_options(), 100),
         ("parameters of a kernel", most_parameters(), 25),
@@ -149,6 +120,6 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["block"]:  # in a process of its own, in which torch takes the CPU for a GPU
         block = trace_frozen_block()
-        print(len(block.files), len(block.functions))
+        print(len({code.co_filename for code in block}), len(block))
     else:
         main()
