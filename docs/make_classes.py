@@ -1,17 +1,19 @@
 """Prints classes.md, a table of the Vision Transformers of timm and transformers. `make classes` runs this file.
 
-The models are built on the meta device, where weights take no memory.
+All models are built on the meta device, where weights take no memory. Of models that are not fused by their class, the
+smallest of each class is built again on the CPU, where `fuse` reads what it computes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import inspect
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 
 import vit_fast
+from vit_fast.blocks.fusion_report import UNKNOWN
 from vit_fast.libraries.known import packed_tower
 
 LIBRARIES = ("timm", "transformers")
@@ -36,7 +39,8 @@ These tables list what `vit_fast.fuse` does with each Vision Transformer class, 
 
 For most other fused classes, `GraphRunner(model, example)` runs CUDA graphs for images of one size.
 
-Each timm class is tested with the named model, each transformers class with its default configuration. Models of
+`fuse` gets no example; it makes one for models that state their size. Each timm class is tested with the named model,
+each transformers class with its default configuration, both with one or two blocks per stage if possible. Models of
 transformers with a task head are not tested. `make classes` writes this page.
 """
 CONVOLUTIONAL = {"byobnet", "byoanet", "resnest", "sknet", "cpubone", "lowformer", "mobilenetv5"}  # modules of timm
@@ -45,7 +49,6 @@ NO_TOWER = re.compile(
     r"For[A-Z]|PreTrained(Model)?$|Backbone$|Text|Decoder|Encoder(Model)?$|Processor|WithProjection|Stack$"
 )
 TOWERS = {"DPTModel", "LwDetrViTBackbone", "RfDetrDinov2Backbone", "VitPoseBackbone"}
-UNKNOWN = " is not a supported class"
 
 
 def row(where: str, name: str, tested: str, found: str) -> str:
@@ -59,7 +62,7 @@ def outcome(model: nn.Module) -> str | None:
         return None
     reasons = dict.fromkeys(reason for module in report.skipped for reason in module.reasons)
     unknown = [reason.removesuffix(UNKNOWN) for reason in reasons if reason.endswith(UNKNOWN)]
-    texts = [reason for reason in reasons if not reason.endswith(UNKNOWN)]
+    texts = [" ".join(reason.split()).replace("|", "/") for reason in reasons if not reason.endswith(UNKNOWN)]
     texts += dict.fromkeys(f"fused if called {module.condition}" for module in report.conditional)
     texts += [f"unknown classes: {', '.join(unknown)}"] if unknown else []
     if texts:
@@ -68,47 +71,67 @@ def outcome(model: nn.Module) -> str | None:
     return "fused" if tower is None else f"fused; token budgets{'' if tower.needs_fused else ', one size'}"
 
 
-def timm_outcome(name: str) -> tuple[str, str | None]:
-    """Returns the class of one of timm's models, and the result of `fuse`."""
+def outcome_of(build: Callable[[], nn.Module], on_meta: str | None) -> str | None:
+    """Returns the result of `fuse` on the CPU, unless the classes in the model decide it on the meta device."""
+    return on_meta if on_meta is None or on_meta.startswith("fused") else outcome(build())
+
+
+def timm_model(name: str) -> nn.Module:
+    """Builds a model with one block if it has equal blocks; most models with stages do not accept `depth`."""
     import timm
 
+    with contextlib.suppress(Exception):
+        return timm.create_model(name, depth=1)
+    return timm.create_model(name)
+
+
+def timm_outcome(name: str) -> tuple[str, str | None]:
+    """Returns the class of one of timm's models, and the result of `fuse`."""
     with torch.device("meta"):
-        model = timm.create_model(name)
-    return type(model).__name__, outcome(model)
+        model = timm_model(name)
+    return type(model).__name__, outcome_of(lambda: timm_model(name), outcome(model))
+
+
+def timm_groups() -> dict[tuple[str, str, str], list[tuple[int, str]]]:
+    """Returns numbers of parameters and names of models, by module, class, and result of `fuse` on the meta device."""
+    import timm
+
+    groups: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
+    for name in timm.list_models():
+        where = timm.model_entrypoint(name).__module__.removeprefix("timm.models.")
+        if where in CONVOLUTIONAL:
+            continue
+        with torch.device("meta"):
+            model = timm_model(name)
+        if (found := outcome(model)) is not None:
+            size = sum(parameter.numel() for parameter in model.parameters())
+            groups.setdefault((where, type(model).__name__, found), []).append((size, name))
+    return groups
 
 
 def timm_rows() -> Iterator[str]:
-    import timm
-
-    groups: dict[tuple[str, str], list[str]] = {}  # names of models by module and class
-    for name in timm.list_models():
-        entry = timm.model_entrypoint(name)
-        where = entry.__module__.removeprefix("timm.models.")
-        made = getattr(inspect.signature(entry).return_annotation, "__name__", "")
-        if where not in CONVOLUTIONAL:
-            groups.setdefault((where, made), []).append(name)
-    for (where, _), names in sorted(groups.items()):
-        tested: dict[tuple[str, str], list[str]] = {}
-        for name in names:
-            cls, found = timm_outcome(name)
-            if found is not None:
-                tested.setdefault((cls, found), []).append(name)
-            if all(text.startswith("skipped:") for _, text in tested):
-                break  # other models of this class would be skipped too
-        for (cls, found), alike in tested.items():
-            more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
-            yield row(where, cls, alike[0] + more, found)
+    for (where, cls, _), models in sorted(timm_groups().items()):
+        smallest = min(models)[1]
+        if (found := timm_outcome(smallest)[1]) is not None:
+            more = f" and {len(models) - 1} more" if len(models) > 1 else ""
+            yield row(where, cls, smallest + more, found)
 
 
 def transformers_outcome(cls: Any) -> str | None:
-    """Returns the result of `fuse` for a model of a class, with two layers if their number can be set."""
+    """Returns the result of `fuse` for a model of a class, with two layers per stage if their number can be set."""
     config = cls.config_class()
-    for name in ("num_hidden_layers", "depth"):
-        if isinstance(getattr(config, name, None), int):
+    for name in ("num_hidden_layers", "depth", "depths"):
+        value = getattr(config, name, None)
+        if isinstance(value, int | list):
             with contextlib.suppress(NotImplementedError):  # a name that stands for a list of depths
-                setattr(config, name, 2)
+                setattr(config, name, 2 if isinstance(value, int) else [min(depth, 2) for depth in value])
+
+    def build() -> nn.Module:
+        return cls(copy.deepcopy(config))
+
     with torch.device("meta"):
-        return outcome(cls(config))
+        on_meta = outcome(build())
+    return outcome_of(build, on_meta)
 
 
 def transformers_rows() -> Iterator[str]:
@@ -150,7 +173,10 @@ def versions() -> str:
 def table() -> str:
     lines = [HEADER.format(versions=versions())]
     for library, rows in (("timm", timm_rows), ("transformers", transformers_rows)):
-        found = list(rows())
+        found = []
+        for line in rows():
+            sys.stderr.write(f"{line}\n")  # progress
+            found.append(line)
         fused = sum("| fused" in line for line in found)
         header = ["| module | class | tested with | outcome |", "|---|---|---|---|"]
         lines += [f"\n## {library}: {fused} of {len(found)} fused\n", *header, *found]
@@ -159,4 +185,5 @@ def table() -> str:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     sys.stdout.write(table())
