@@ -113,7 +113,7 @@ def run_block(
     elif parts.fp8 is not None and keys is None:
         return parts.fp8.run(parts, x, facts, rope, reader)
     elif not attention.drops_path() and not mlp.drops_path():
-        tensors, rope, bias = _tensors_for(parts, x, rope)
+        tensors, bias, rope = _tensors_for(parts, x, rope)
         return _run_fused(attention, mlp, tensors, x, facts, rope, keys, next_statistics, bias)
     else:
         x, facts = _run_fused(attention, None, block_tensors(attention, None), x, facts, rope, keys, True)
@@ -186,8 +186,8 @@ def _ended(parts: Half, x: Tensor, y: Tensor, inside: bool) -> Tensor:
     return reference.normalize(y, parts.end_norm.now())
 
 
-def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Rope | None, Tensor | None]:
-    """Returns the parameters, folded if possible, rotary embeddings in the same channel order, and `score_bias`."""
+def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Tensor | None, Rope | None]:
+    """Returns the parameters, folded if possible, `score_bias`, and rotary embeddings in the same channel order."""
     attention: Any = parts.attention
     mlp: Any = parts.mlp
     frozen = parts.frozen if type(parts.frozen) is Frozen else None  # not Packed or FrozenFp8
@@ -201,8 +201,8 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
         ):
             if frozen.rope_head and rope is not None:
                 rope = interleave(rope, frozen.rope_head)
-            return frozen.block_tensors(proj, fc2), rope, frozen.score_bias
-    return block_tensors(attention, mlp), rope, None
+            return *frozen.block_tensors(proj, fc2), rope
+    return block_tensors(attention, mlp), None, rope
 
 
 def freeze_block(block: Any) -> list[str]:

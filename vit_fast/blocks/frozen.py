@@ -82,24 +82,21 @@ class Frozen:
         bias = None if self.attention.terms is None else self.attention.terms.looked_up()
         return tensors if bias is None else [*tensors, bias.contiguous()]
 
-    @property
-    def score_bias(self) -> Tensor | None:
-        """The bias that was looked up in a table, or None."""
-        terms = self.attention.terms
-        return None if terms is None or terms.index is None else self.tensors[-1]
-
-    def block_tensors(self, proj: Weights, fc2: Weights) -> BlockTensors:
+    def block_tensors(self, proj: Weights, fc2: Weights) -> tuple[BlockTensors, Tensor | None]:
+        """Returns the folded parameters, and the bias of the scores if it was looked up in a table."""
         qkv_weight, qkv_bias, qkv_sum, fc1_weight, fc1_bias, fc1_sum, *cast = self.tensors
-        fc2_sum = None
+        terms, fc2_sum = self.attention.terms, None
+        score_bias = None if terms is None or terms.index is None else cast.pop()
         if self.mlp.inner_norm is not None:
             weight, bias, fc2_sum, *cast = cast
             fc2 = weight, bias, fc2[2]
-        if len(cast) > 1:  # not only the bias of the scores
+        if cast:
             proj, fc2 = (cast[0], *proj[1:]), (cast[1], *fc2[1:])  # if a norm precedes fc2, cast[1] is folded
-        return BlockTensors(
+        folded = BlockTensors(
             None, None, qkv_weight, qkv_bias, *proj, None, None, fc1_weight, fc1_bias, *fc2,
             qkv_sum=qkv_sum, fc1_sum=fc1_sum, fc2_sum=fc2_sum,
         )  # fmt: skip
+        return folded, score_bias
 
     def ensure_current(self) -> None:
         """Refreshes the tensors if a change of the weights is detected."""
