@@ -9,10 +9,9 @@ Names are imported on first use, so that the package can be imported without onn
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from vit_fast.errors import MissingPackageError
+from vit_fast.errors import require_packages
 
 if TYPE_CHECKING:
     from .deployment import trtexec_line, write_card, write_triton_repository
@@ -39,8 +38,6 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    packages = ("onnx", "onnxscript", "onnxruntime")
-    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
-        raise MissingPackageError(f"{', '.join(missing)} not installed: pip install 'vit-fast[export]'")
+    require_packages("export", "onnx", "onnxscript", "onnxruntime")
     (module,) = (module for module, names in _MODULES.items() if name in names.split())
     return getattr(importlib.import_module(module, __name__), name)

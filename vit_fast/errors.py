@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,12 @@ class UnsupportedInputError(VitFastError, ValueError):
 
 class MissingPackageError(VitFastError, ImportError):
     """Required packages are not installed; the message contains the pip command."""
+
+
+def require_packages(extra: str, *packages: str) -> None:
+    """Raises MissingPackageError if packages are not installed, which `pip install 'vit-fast[extra]'` installs."""
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        raise MissingPackageError(f"{', '.join(missing)} not installed: pip install 'vit-fast[{extra}]'")
 
 
 def raise_unsupported(what: str, reasons: list[str]) -> None:

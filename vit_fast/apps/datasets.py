@@ -7,7 +7,6 @@ digits.npz contains images and labels of scikit-learn's load_digits: 1,797 image
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..errors import MissingPackageError
+from ..errors import require_packages
 from ..model import VisionTransformer
 from .data import ImageError, ImageFolder, make_transform, read_image, reason
 
@@ -80,8 +79,7 @@ def open_data(path: str | Path | None = None, validation: str | Path | None = No
 
 
 def _of_torchvision(name: str, root: Path) -> TrainingData:
-    if importlib.util.find_spec("torchvision") is None:
-        raise MissingPackageError("torchvision not installed: pip install 'vit-fast[train]'")
+    require_packages("train", "torchvision")
     from torchvision import datasets
 
     try:
@@ -90,9 +88,8 @@ def _of_torchvision(name: str, root: Path) -> TrainingData:
             if not 0 < len(part.data) == len(part.targets) or not {*np.asarray(part.targets).tolist()} <= {*range(10)}:
                 raise ValueError("the images must have one label each, between 0 and 9")
     except Exception as error:  # for damaged files, torchvision raises exceptions of many types
-        raise ImageError(
-            f"{root}: torchvision cannot read it as {name}: {str(error) or type(error).__name__}"
-        ) from None
+        why = str(error) or type(error).__name__
+        raise ImageError(f"{root}: torchvision cannot read it as {name}: {why}") from None
     if name == "MNIST":  # torchvision's class names are "0 - zero" and so on
         return TrainingData(train, test, _DIGITS, mirrored=False)
     return TrainingData(train, test, tuple(train.classes))

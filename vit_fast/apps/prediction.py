@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import io
 import itertools
 import json
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import MissingPackageError, VitFastError, check_choice
+from ..errors import VitFastError, check_choice, require_packages
 from ..files import check_replaceable, encodable, file_aside
 from ..model import VisionTransformer
 from ..weights.source import weights_digest
@@ -76,8 +75,7 @@ def predict_to_parquet(
         ValueError: the logits of an image are not finite, a file is given twice, or another argument is invalid.
         OSError: the file cannot be written.
     """
-    if importlib.util.find_spec("pyarrow") is None:
-        raise MissingPackageError("pyarrow not installed: pip install 'vit-fast[predict]'")
+    require_packages("predict", "pyarrow")
     check_choice("engine", engine, ENGINES)
     if twice := next((file for file, count in Counter(files).items() if count > 1), None):
         raise ValueError(f"each image must be given once, got {twice} more than once")
@@ -172,8 +170,7 @@ def _rows_by_ray(
     Each node needs this package, and the files under the same paths. Ray restarts a worker that dies and repeats its
     task, at most twice, because the images may have caused the crash.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise MissingPackageError("ray not installed: pip install 'vit-fast[ray]'")
+    require_packages("ray", "ray")
     check_choice("device with engine ray", device, DEVICES)
     import ray
     import ray.exceptions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..cli import Backend, Device, Side, argument, model_name, option
-from ..errors import MissingPackageError, as_device
+from ..errors import as_device, require_packages
 from .predict import list_unreadable
 
 if TYPE_CHECKING:
@@ -61,8 +60,8 @@ def train(
     from ..weights import create_model
 
     config = training.config_for(model, {"epochs": epochs, "batch_size": batch_size, "lr": lr}, settings or ())
-    if tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise MissingPackageError("tensorboard not installed: pip install 'vit-fast[train]'")
+    if tensorboard:
+        require_packages("train", "tensorboard")
     bad: list[str] = []
     with joined(parallel, device) as processes:
         first = processes.rank == 0
