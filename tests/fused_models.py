@@ -122,7 +122,7 @@ def transformers_subject(model: str, pick: str = "last_hidden_state", **override
             default = getattr(defaults, field, None)
             if isinstance(default, int | list | tuple):
                 given.setdefault(field, value if isinstance(default, int) else [value] * len(default))
-        return cls(cls.config_class(**given))  # type: ignore[no-any-return]  # of transformers
+        return cls(cls.config_class(**given))
 
     return Subject(make, images("pixel_values"), lambda result: getattr(result, pick))
 

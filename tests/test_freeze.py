@@ -121,7 +121,7 @@ def test_a_skipped_block_has_a_reason(make: Callable[[], nn.Module], reason: str
 
 def mixed_dtypes(model: Any) -> nn.Module:
     model.blocks[0].mlp.fc2.bfloat16()
-    return model  # type: ignore[no-any-return]  # a model of timm
+    return model
 
 
 def test_an_encoder_layer_of_torch_runs_fused_and_frozen() -> None:
@@ -178,7 +178,7 @@ def cached(model: nn.Module) -> list[Tensor]:
 
 
 def _step(model: nn.Module, optimizer: type[torch.optim.Optimizer], **options: bool) -> None:
-    stepping: Any = optimizer(model.parameters(), lr=0.75, **options)  # type: ignore[call-arg]  # of every optimizer
+    stepping: Any = optimizer(model.parameters(), lr=0.75, **options)
     torch.stack([p.square().sum() for p in model.parameters()]).sum().backward()
     stepping.step()
 

@@ -166,7 +166,7 @@ def test_a_model_stays_fused_after_accelerate_removed_its_hooks(library: str) ->
     expected = subject.run(model, inputs)
     vit_fast.fuse(model, "sdpa").require_all()
     for module in model.modules():
-        module.forward = module.forward  # type: ignore[method-assign]  # as accelerate leaves it
+        module.forward = module.forward
     torch.testing.assert_close(subject.run(model, inputs), expected)
     assert all(block.ready() is not None for block in model.modules() if isinstance(block, FusedNormMlp))
     vit_fast.fuse(model, "eager").require_all()
@@ -275,7 +275,7 @@ def test_changes_inside_a_fused_block_take_effect(name: str) -> None:
 
         def run(each: nn.Module, args: Any = args, kwargs: Any = kwargs) -> Tensor:
             found = each(*args, **kwargs)
-            return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]  # a tensor
+            return found[0] if isinstance(found, tuple) else found
 
         expected = run(twin)
         torch.testing.assert_close(expected, run(block), **CLOSE)

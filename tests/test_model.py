@@ -179,7 +179,7 @@ def test_invalid_fields() -> None:
 def test_configs_are_frozen_and_converted_to_json() -> None:
     config = ViTConfig(img_size=(64, 96), patch_size=(8, 16), stem_channels=(8,), rope=RopeConfig())
     with pytest.raises(AttributeError):
-        config.depth = 3  # type: ignore[misc]
+        config.depth = 3
     assert ViTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     data = DataConfig(mean=(0.1, 0.2, 0.3), std=(1.0, 2.0, 3.0), crop_pct=0.5)
     assert DataConfig.from_dict(json.loads(json.dumps(data.to_dict()))) == data

@@ -45,19 +45,15 @@ Backend = Annotated[str, option("Backend of the model: auto, eager, sdpa or trit
 ClassNames = Annotated[
     Path | None, option("Class names: a text file, one per line, or .json with a list or an object from index to name.")
 ]
-DataConfigFile = Annotated[
-    Path | None,
-    option(
-        "Preprocessing, if the model or file contains none: JSON with mean, std, crop_pct, interpolation, img_size."
-    ),
-]
+DataConfigFile = Annotated[Path | None, option(
+    "Preprocessing, if the model or file contains none: JSON with mean, std, crop_pct, interpolation, img_size.")
+]  # fmt: skip
 Device = Annotated[str, option("cpu, cuda, cuda:N, or auto (cuda if available).")]
 ImageSize = Annotated[str | None, option("Image size in pixels (default: the model's).", metavar="N|HxW")]
 Side = Annotated[int | None, option("Side of the square input image in pixels (default: the model's).")]
-WeightsFile = Annotated[
-    str,
-    option("A weights file, a folder, a Hugging Face Hub id, or FILE.onnx; of a checkpoint, e.g. FILE#key=student."),
-]
+WeightsFile = Annotated[str, option(
+    "A weights file, a folder, a Hugging Face Hub id, or FILE.onnx; of a checkpoint, e.g. FILE#key=student.")
+]  # fmt: skip
 WeightsModel = Annotated[str | None, option("One of `vit-fast models`, if the weights contain no config.")]
 
 

@@ -75,35 +75,27 @@ def describe(device: torch.device | str) -> dict[str, Any]:
         query = "--query-gpu=driver_version,power.limit,clocks.max.sm"
         reported = (nvidia_smi(device, "--format=csv,noheader", query) or "").split(", ")
         gpu = {
-            "name": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
+            "name": properties.name, "capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
             "memory_GiB": round(properties.total_memory / 2**30, 1),
             "L2_MiB": round(properties.L2_cache_size / 2**20, 1),
             **(dict(zip(names, reported, strict=True)) if len(reported) == len(names) else dict.fromkeys(names)),
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-        }
+            "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
+        }  # fmt: skip
     # virtual machines report the same name for different CPUs
     family = f"family {number}, " if (number := _cpuinfo("cpu family")) else ""
     cpu = f"{cpu_name()} ({family}{torch.backends.cpu.get_cpu_capability()}, {threads} threads)"
     return {
-        "device": gpu["name"] if gpu else cpu,
-        "device_type": device.type,
-        "gpu": gpu,
-        "cpu": cpu_name(),
-        "cpu_instructions": cpu_instructions(),
+        "device": gpu["name"] if gpu else cpu, "device_type": device.type, "gpu": gpu,
+        "cpu": cpu_name(), "cpu_instructions": cpu_instructions(),
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": threads,
-        "load_average": round(os.getloadavg()[0], 2),
-        "memory_GiB": memory and round(memory / 2**30, 1),
-        "os": platform.platform(),
+        "threads": threads, "load_average": round(os.getloadavg()[0], 2),
+        "memory_GiB": memory and round(memory / 2**30, 1), "os": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := installed(name))},
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "commit": _commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
+        "commit": _commit(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
 
 
 def _commit() -> str | None:

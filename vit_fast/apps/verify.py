@@ -26,7 +26,7 @@ def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | N
     """
     if not backends:
         raise ValueError("backends must contain at least one backend, got none")
-    place = as_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = as_device(device or "auto")
     resolved = [resolve_backend(backend, place) for backend in backends]
     if "triton" in resolved and (reasons := triton_unavailable_reasons(place)):
         raise UnsupportedInputError("verify with backend='triton'", reasons)

@@ -65,10 +65,8 @@ class Frozen:
         if not self.tensors:
             self.tensors = computed
         elif [(each.shape, each.device) for each in computed] != [(each.shape, each.device) for each in self.tensors]:
-            raise ReshapedError(
-                "the shape or device of a frozen model's weights changed: call vit_fast.freeze(model) again, then "
-                "rebuild any GraphRunner of the model"
-            )
+            advice = "call vit_fast.freeze(model) again, then rebuild any GraphRunner of the model"
+            raise ReshapedError(f"the shape or device of a frozen model's weights changed: {advice}")
         else:
             torch._foreach_copy_(self.tensors, computed)
 

@@ -68,10 +68,8 @@ def kernels(
         typer.echo(str(compiled))
         return
     if importlib.util.find_spec("vit_fast.kernels.inspect") is None:
-        raise ValueError(
-            "vit-fast kernels needs the folder kernels/inspect, which wheels do not contain: run it from a checkout "
-            "(pip install -e .), or pass --warm-up"
-        )
+        advice = "run it from a checkout (pip install -e .), or pass --warm-up"
+        raise ValueError(f"vit-fast kernels needs the folder kernels/inspect, which wheels do not contain: {advice}")
     try:
         if tune:
             from ..kernels.inspect import attention_tuning
