@@ -35,9 +35,8 @@ def _settings(**overrides: object) -> TrainConfig:
 
 
 INVALID = {
-    "epochs": 0, "batch_size": 1.5, "accumulation": 0, "layer_decay": 1.5, "label_smoothing": 1.0, "ema_decay": 1.0,
-    "mixup": -0.1, "max_grad_norm": float("inf"), "patience": -1, "schedule": "linear", "lr": 0.0,
-    "warmup_epochs": float("nan"), "dtype": "int8", "augment": "maybe", "seed": 2**63,
+    "epochs": 0, "batch_size": 1.5, "layer_decay": 1.5, "label_smoothing": 1.0, "ema_decay": 1.0, "mixup": -0.1,
+    "max_grad_norm": float("inf"), "patience": -1, "lr": 0.0, "dtype": "int8", "augment": "maybe", "seed": 2**63,
 }  # fmt: skip
 
 

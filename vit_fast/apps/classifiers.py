@@ -195,6 +195,8 @@ def evaluate(labeled: Sequence[tuple[Path, int]], rows: Iterable[Sequence[float]
         best = np.argsort(-values, kind="stable")[:TOP]
         predicted.append(best)
         probabilities.append(values[best])
+    if not counted:
+        raise ImageError(f"no image can be read: {'; '.join(bad[:3])}")
     labels = np.array([label for _, label in counted])
     if labels.max() >= classes:
         raise ValueError(f"labels must be between 0 and {classes - 1}, got {labels.max()}")

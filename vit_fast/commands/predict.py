@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,7 +74,8 @@ def predict(
         typer.echo(f"wrote {out}: {done.images} images{resumed}, {len(done.bad)} unreadable")
         return
     _check_options([weights], model, backend, data_config)
-    known, rows = _classify(files, weights, model, backend, device, data_config)
+    count, known, rows = _classify(files, weights, model, backend, device, data_config)
+    names = class_names_for(count, given, known)
     results: list[dict[str, Any]] = []
     bad: list[str] = []
     for file, probabilities in zip(files, rows, strict=True):
@@ -83,7 +83,6 @@ def predict(
             bad.append(probabilities)
             results.append({"image": encodable(file), "top": [], "error": probabilities})
             continue
-        names = class_names_for(len(probabilities), given, known)
         best = (-probabilities).argsort(kind="stable")[:top_k].tolist()
         top = [{"index": i, "class": names[i], "probability": float(probabilities[i])} for i in best]
         results.append({"image": encodable(file), "top": top})
@@ -114,8 +113,8 @@ def _check_options(requested: Sequence[str], model: str | None, backend: str, da
 
 def _classify(
     files: Sequence[Path], weights: str, model: str | None, backend: str, device: str, data_config: Path | None
-) -> tuple[Sequence[str] | None, Iterator[np.ndarray | str]]:
-    """Opens weights or an ONNX file; returns its class names, and an iterator over the probabilities of each image.
+) -> tuple[int, Sequence[str] | None, Iterator[np.ndarray | str]]:
+    """Opens weights or an ONNX file; returns number and names of its classes, and the probabilities of each image.
 
     For an unreadable image, the iterator returns the reason.
     """
@@ -128,8 +127,9 @@ def _classify(
 
     if not weights.endswith(".onnx"):
         opened = open_classifier(weights, model, backend, device)
-        found = rows(opened, files, [""] * opened.config.num_classes)
-        return opened.class_names, (row["error"] if "error" in row else row["probabilities"] for row in found)
+        count = opened.config.num_classes
+        found = rows(opened, files, [""] * count)
+        return count, opened.class_names, (row["error"] if "error" in row else row["probabilities"] for row in found)
 
     from ..export import OnnxRunner
 
@@ -151,7 +151,7 @@ def _classify(
                     raise ValueError(f"{file}: the model's logits are not finite")
                 yield row
 
-    return runner.class_names, by_onnx()
+    return runner.probabilities([]).shape[1], runner.class_names, by_onnx()
 
 
 def evaluate(
@@ -182,16 +182,10 @@ def evaluate(
     files = [file for file, _ in ImageFolder(folder).files]
     evaluations: list[Evaluation] = []
     for each in requested:
-        known, rows = _classify(files, each, model, backend, device, data_config)
-        first = list(islice(rows, 1))
-        while isinstance(first[-1], str) and len(first) < len(files):
-            first.append(next(rows))
-        if isinstance(first[-1], str):
-            raise ImageError(f"{folder}: no image can be read: {'; '.join(map(str, first[:3]))}")
-        count, chosen = len(first[-1]), set(files)
-        labeled = [one for one in labeled_images(folder, count, names or known) if one[0] in chosen]
+        count, known, rows = _classify(files, each, model, backend, device, data_config)
+        labels = dict(labeled_images(folder, count, names or known))
         names = class_names_for(count, names, known)
-        evaluations.append(collect(labeled, chain(first, rows)))
+        evaluations.append(collect([(file, labels[file]) for file in files], rows))
         files = evaluations[0].files  # both models must be measured on the same images
         if len(evaluations) > 1 and evaluations[-1].unreadable:
             raise ImageError(evaluations[-1].unreadable[0])
