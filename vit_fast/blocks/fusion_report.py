@@ -39,6 +39,7 @@ class FusionReport:
     # Language models and decoders with attention inside the model, e.g. "text_model (CLIPTextTransformer) is a
     # language model". Only supported classes inside them are fused and reported.
     elsewhere: tuple[str, ...] = ()
+    is_read: bool = False  # True if the modules are those that run in the forward of an example
 
     @property
     def fused(self) -> tuple[ModuleReport, ...]:
@@ -60,6 +61,12 @@ class FusionReport:
             reason.endswith(UNKNOWN) for reason in reasons
         )
 
+    @property
+    def _nothing(self) -> str:
+        if self.is_read:
+            return "no attention, and no MLP of tokens, in the forward of the example"
+        return f"no attention or MLP of a supported class (docs/classes.md): {HINT}"
+
     def require_all(self) -> FusionReport:
         """Returns the report if every module in it was fused.
 
@@ -75,8 +82,8 @@ class FusionReport:
             for reason in [*module.reasons, *(_condition(module) if module.name else [])]
         ]
         if not self.modules:
-            reasons = ["the model contains no attention or MLP of a supported class (docs/classes.md)"]
-        if not self.modules or self._has_unknown:
+            reasons = [f"the model contains {self._nothing}"]
+        if self._has_unknown:
             reasons.append(HINT)
         raise_unsupported("fuse did not fuse the whole model", reasons)
         return self
@@ -84,10 +91,9 @@ class FusionReport:
     def __str__(self) -> str:
         """Formats a table. Modules share a row if they differ only in the numbers in their names."""
         precision = f", precision {self.precision}" if self.precision else ""
-        lines = [f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.skipped)} skipped"]
-        lines[0] += f", {len(self.conditional)} conditional" if self.conditional else ""
-        if not self.modules:
-            lines[0] += " (no attention or MLP of a supported class)"
+        counts = f"{len(self.fused)} fused, {len(self.skipped)} skipped"
+        counts += f", {len(self.conditional)} conditional" if self.conditional else ""
+        lines = [f"backend {self.backend}{precision}: {counts if self.modules else self._nothing}"]
         lines += [HINT] if self._has_unknown else []
         lines += [f"backend {self.backend}: {'; '.join(self.backend_reasons)}"] if self.backend_reasons else []
         lines += [f"precision {self.precision}: {note}" for note in self.precision_notes]

@@ -95,7 +95,7 @@ def fuse(
     rows = walk.rows if choice is None else fp8.annotated(walk.rows, choice, dtype_of(model))
     why = auto_reasons(device, dtype_of(model)) if backend == "auto" and resolved != "triton" else ()
     measured = () if choice is None else choice.notes
-    return FusionReport(resolved, tuple(rows), why, precision, measured, tuple(walk.elsewhere))
+    return FusionReport(resolved, tuple(rows), why, precision, measured, tuple(walk.elsewhere), walk.found.is_read)
 
 
 def fuse_plain(model: nn.Module, example: Any) -> None:

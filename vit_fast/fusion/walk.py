@@ -14,7 +14,7 @@ from ..blocks.fused import Finding, FusedContainer, FusedModule, FusedNormMlp, d
 from ..blocks.fusion_report import UNKNOWN, ModuleReport
 from ..blocks.plain import forward_is_replaced, forward_reasons
 from ..errors import type_name
-from ..libraries.known import form_or_reason, fused_form, is_near_attention
+from ..libraries.known import fused_form, is_near_attention, reason_against
 from ..ops.backends import auto_reasons, resolve_backend
 from ..reading import forms
 from ..reading.forms import Recipe
@@ -32,6 +32,7 @@ class Walk:
         self.model, self.requested, self.resolved, self.found = model, requested, resolved, found or Found()
         self.rows: list[ModuleReport] = []
         self.elsewhere: list[str] = []
+        self.has_unnamed = False  # True if a module looks fusable, but has no row
         self.changes: list[Callable[[], object]] = []
         self._has_row: dict[nn.Module, bool] = {}
         self._blocks: set[nn.Module] = set()  # fused blocks that a FusedContainer may run
@@ -45,14 +46,14 @@ class Walk:
         if module in self._has_row:
             return self._has_row[module]
         self._has_row[module] = True
-        form, reason = (type(module), None) if isinstance(module, FusedModule) else form_or_reason(type(module))
+        form = type(module) if isinstance(module, FusedModule) else fused_form(type(module))
         if isinstance(module, FusedPatchConv):
             return True
         if (recipe := self.found.recipes.get(module)) is not None:
             self._visit_read(name, module, recipe)
             found = True
         elif form is None:
-            found = self._visit_other(name, module, reason, inside_unknown)
+            found = self._visit_other(name, module, inside_unknown)
         elif issubclass(form, FusedContainer):
             found = self._visit_children(name, module, inside_unknown)
             fits = not isinstance(module, form) and form.fits(module, self._blocks)
@@ -65,10 +66,14 @@ class Walk:
         return found
 
     def has_unknown(self) -> bool:
-        """Returns True if an example may show more: a module was skipped because of its class only, or conditional."""
-        return any(
-            row.condition or any(reason.endswith(UNKNOWN) or "not its subclass" in reason for reason in row.reasons)
-            for row in self.rows
+        """Returns True if an example may show more, because a module is conditional, or skipped by its class only."""
+        return (
+            self.has_unnamed
+            or not self.rows
+            or any(
+                row.condition or any(reason.endswith(UNKNOWN) or "not its subclass" in reason for reason in row.reasons)
+                for row in self.rows
+            )
         )
 
     def _visit_children(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
@@ -76,10 +81,10 @@ class Walk:
         found = [self.visit(prefix + own, child, inside_unknown) for own, child in module.named_children()]
         return any(found)
 
-    def _visit_other(self, name: str, module: nn.Module, reason: str | None, inside_unknown: bool) -> bool:
-        """Adds a row for a module without a fused form if a reason is known or it looks fusable."""
+    def _visit_other(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
+        """Adds a row for a module without a fused form if it was not read, or without an example, looks fusable."""
         class_name = type(module).__name__
-        if reason:
+        if not self.found.is_read and (reason := reason_against(type(module))) is not None:
             part = "norm + MLP" if "Block" in class_name else "attention"
             self.rows.append(row_of(name, module, part, [reason]))
             self._visit_children(name, module, inside_unknown=True)
@@ -101,7 +106,8 @@ class Walk:
         if found or inside_unknown or not looks_fusable or next(module.parameters(), None) is None:
             return found
         part = "attention" if "Att" in class_name else "norm + MLP"
-        if part != "attention" and not is_near_attention(self.model, name):
+        if part != "attention" and not is_near_attention(self.model, name):  # perhaps of a head
+            self.has_unnamed = True
             return False
         self.rows.append(row_of(name, module, part, [f"{type(module).__qualname__} {UNKNOWN}"]))
         return True
@@ -112,7 +118,9 @@ class Walk:
         if not attends and (found or why is None):
             return found
         part = "attention" if self.found.cores[module] else "norm + MLP"
-        self.rows.append(row_of(name, module, part, [why or "its forward computes more than one attention layer"]))
+        several = "its forward computes more than one attention layer"
+        why = why or (several if self.found.own[module] > 1 else "q, k and v are not linear layers of the tokens")
+        self.rows.append(row_of(name, module, part, [why]))
         return True
 
     def _visit_read(self, name: str, module: nn.Module, recipe: Recipe) -> None:

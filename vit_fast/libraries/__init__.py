@@ -7,5 +7,5 @@ The files of a library define some of these names:
 - PEER, the name of its model with our architecture, and `build_peer`, which builds this model
 - `recognize`, which describes a model for export
 - `packed_tower`, which packs the calls of a vision tower for CUDA graphs
-- FORMS, which creates fused classes from its classes and our mixins; SKIPPED, reasons why other classes are not fused
+- FORMS, which creates fused classes from its classes and our mixins
 """

@@ -30,13 +30,7 @@ CONFIGURATIONS = (timm_model, hf_model)
 PEERS = (timm_model, hf_model, torchvision)
 IMAGE_MODELS = (vit_fast_model, fixed_grid, timm_model, hf_model, torchvision)
 TOWERS = (graph_towers, timm_towers)
-FUSABLE = {
-    "vit_fast": (vit_fast_model,),
-    "timm": (timm_blocks, timm_towers),
-    "transformers": (families,),
-    "torchvision": (torchvision,),
-    "torch": (torchvision,),
-}
+FUSABLE = (vit_fast_model, timm_blocks, timm_towers, families, torchvision)
 
 ATTENTION = re.compile("att(n|ention)", re.IGNORECASE)
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -97,11 +91,7 @@ def packed_tower(tower: nn.Module) -> PackedTower | None:
     return packed if known else None
 
 
-_SKIPPED = {
-    package: {pattern: reason for file in files for pattern, reason in getattr(file, "SKIPPED", {}).items()}
-    for package, files in FUSABLE.items()
-}
-_FORMS = {path: file.FORMS for files in FUSABLE.values() for file in files for path in file.FORMS.mixins}
+_FORMS = {path: file.FORMS for file in FUSABLE for path in file.FORMS.mixins}
 
 
 # mypy takes classes of modules for unhashable
@@ -116,21 +106,16 @@ def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
 
 
 @_cached
-def form_or_reason(cls: type[nn.Module]) -> tuple[type[FusedModule] | None, str | None]:
-    """Returns the fused class for instances of exactly this class, or the reason why there is none, if known."""
-    if (form := fused_form(cls)) is not None:
-        return form, None
-    skipped = _SKIPPED.get(cls.__module__.partition(".")[0], {})
-    if reason := next((reason for pattern, reason in skipped.items() if re.fullmatch(pattern, cls.__name__)), None):
-        return None, f"{cls.__qualname__}: {reason}"
+def reason_against(cls: type[nn.Module]) -> str | None:
+    """Returns why a class without a fused class has none, if it is derived from a class that has one."""
     for base in cls.__mro__[1:]:
         if not issubclass(base, nn.Module) or (form := fused_form(base)) is None or issubclass(form, FusedContainer):
             continue
         if cls.__name__.startswith("FSDP") and any(parent.__name__ == "FSDPModule" for parent in cls.__mro__):
-            return None, "fully_shard has wrapped it: call fuse before fully_shard"
+            return "fully_shard has wrapped it: call fuse before fully_shard"
         own = ", which has another forward" if cls.forward is not form.original_forward else ""
-        return None, f"fuse supports {base.__qualname__}, but not its subclass {cls.__qualname__}{own}"
-    return None, None
+        return f"fuse supports {base.__qualname__}, but not its subclass {cls.__qualname__}{own}"
+    return None
 
 
 def is_near_attention(model: nn.Module, name: str) -> bool:

@@ -228,10 +228,6 @@ class EncoderBlockMixin(FusedNormMlp):
         return self.run_as_block(parts, input, attend)
 
 
-SKIPPED = {
-    "ShiftedWindowAttention": "it computes windowed attention with a position bias",
-    "TransformerDecoderLayer": "it is a decoder layer, with causal and cross-attention",
-}
 MIXINS: dict[str, type[FusedModule]] = {
     "torch.nn.modules.activation.MultiheadAttention": MultiheadAttentionMixin,
     "torch.nn.modules.transformer.TransformerEncoderLayer": TransformerEncoderLayerMixin,

@@ -17,13 +17,6 @@ from ...ops import Rope, attention, qk_norm_rope
 from ...ops.attention import attention_among
 from ...ops.descriptions import is_padding, keys_of, names_keys
 
-SKIPPED = {
-    "ResPostBlock|EvaBlockPostNorm": "it normalizes after the MLP, not before it",
-    "(Diff)?ParallelScalingBlock": "its attention and MLP share one linear layer",
-    "ParallelThingsBlock": "it runs several branches in parallel",
-    "DiffAttention(Rope)?": "it subtracts two attention maps",
-}
-
 
 class AttentionLayer(FusedModule):
     """An attention layer of timm with a fused operator between its linear layers, which still run as modules."""

@@ -124,12 +124,6 @@ OTHER_CLASSES: dict[str, type[FusedModule]] = {
     "siglip2.Siglip2VisionModel": FusedPaddedTower,
 }
 
-# Reasons against fusing other classes, by a pattern of their names
-SKIPPED = {
-    ".*Rope.*Attention.*|.*Attention.*Rope.*": "fuse does not support its rotary embeddings",
-    "BeitSdpaSelfAttention": "it adds a relative position bias",
-}
-
 
 def _mixins() -> dict[str, type[FusedModule]]:
     found = dict(OTHER_CLASSES)
