@@ -143,9 +143,11 @@ class SequenceFirst(nn.Module):
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.c_fc, self.c_proj = nn.Linear(width, 96), nn.Linear(96, width)
 
+    def attend(self, y: Tensor) -> Tensor:
+        return self.attn(y, y, y, need_weights=False, attn_mask=None)[0]
+
     def forward(self, x: Tensor) -> Tensor:
-        y = self.ln_1(x)
-        x = x + self.attn(y, y, y, need_weights=False, attn_mask=None)[0]
+        x = x + self.attend(self.ln_1(x))
         h = self.c_fc(self.ln_2(x))
         return x + self.c_proj(h * torch.sigmoid(1.702 * h))
 
@@ -245,6 +247,20 @@ BLOCKS: list[Any] = [
     Packed, HeadsFirst, ChannelsFirst, Separate, Einsum, Tutorial, SequenceFirst, Flat, Residuals,
 ]  # fmt: skip
 OTHER_BLOCKS: list[Any] = [PostNorm, NormedBranch, NormedResidual]  # not pre-norm blocks
+
+
+class Variant(Packed):
+    def scores(self, scores: Tensor) -> Tensor:
+        return scores
+
+    def mixed(self, y: Tensor) -> Tensor:
+        return y.transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = self.mixed(self.scores(q @ k.mT * self.scale).softmax(-1) @ v)
+        x = x + self.out(y)
+        return x + self.mlp(self.norm2(x))
 
 
 class Net(nn.Module):

@@ -20,6 +20,7 @@ from spellings import (
     PostNorm,
     Residuals,
     Separate,
+    Variant,
     runs_fused,
 )
 from torch import Tensor, nn
@@ -177,47 +178,24 @@ def test_compile_and_export() -> None:
 # Modules that compute something else than parts can express: each must keep its original forward.
 
 
-class Variant(Packed):
-    def scores(self, scores: Tensor) -> Tensor:
-        return scores
-
-    def mixed(self, y: Tensor) -> Tensor:
-        return y.transpose(1, 2).flatten(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = self.mixed(self.scores(q @ k.mT * self.scale).softmax(-1) @ v)
-        x = x + self.out(y)
-        return x + self.mlp(self.norm2(x))
-
-
 class OtherOutputOrder(Variant):
     def mixed(self, y: Tensor) -> Tensor:
         return y.permute(0, 2, 3, 1).flatten(2)  # [d, h]
 
 
-class ZeroBias(Variant):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__(width, heads)
-        self.bias = nn.Parameter(torch.zeros(heads, 1, 1))
-
+class MaskOfTokens(Variant):
     def scores(self, scores: Tensor) -> Tensor:
-        return scores + self.bias * torch.arange(scores.shape[-1])
+        return scores.masked_fill(scores < scores.mean(), -torch.inf)
 
 
-class MaskBuffer(Variant):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__(width, heads)
-        self.register_buffer("mask", torch.ones(64, 64, dtype=torch.bool))
-
+class ScaleOfTokens(Variant):
     def scores(self, scores: Tensor) -> Tensor:
-        n = scores.shape[-1]
-        return scores.masked_fill(~self.mask[:n, :n], -torch.inf)  # type: ignore[index]
+        return scores * scores.square().mean().sqrt()
 
 
-class Causal(Variant):
+class RandomMask(Variant):
     def scores(self, scores: Tensor) -> Tensor:
-        return scores + torch.full(scores.shape[-2:], -torch.inf).triu(1)
+        return scores + torch.rand(scores.shape[-2:])
 
 
 class Item(Variant):
@@ -259,7 +237,8 @@ class NormedTwice(Variant):
 
 
 UNREADABLE = [
-    OtherOutputOrder, ZeroBias, MaskBuffer, Causal, Item, WritesInput, Counts, Detached, NearlyGelu, NormedTwice, Head,
+    OtherOutputOrder, MaskOfTokens, ScaleOfTokens, RandomMask, Item, WritesInput, Counts, Detached, NearlyGelu,
+    NormedTwice, Head,
 ]  # fmt: skip
 
 

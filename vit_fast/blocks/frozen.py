@@ -84,7 +84,7 @@ class Frozen:
         """Returns the folded parameters, and the bias of the scores if it was looked up in a table."""
         qkv_weight, qkv_bias, qkv_sum, fc1_weight, fc1_bias, fc1_sum, *cast = self.tensors
         terms, fc2_sum = self.attention.terms, None
-        score_bias = None if terms is None or terms.index is None else cast.pop()
+        score_bias = None if terms is None or not terms.is_looked_up else cast.pop()
         if self.mlp.inner_norm is not None:
             weight, bias, fc2_sum, *cast = cast
             fc2 = weight, bias, fc2[2]

@@ -6,7 +6,6 @@ read the modules of `BlockParts` instead, torch.compile would guard each module 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,15 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.descriptions import BlockTensors, Norm, QkNorm, ScoreTerms
-from ..ops.registration import constant_to_compiler
 from .plain import Watch, forward_is_replaced, is_hooked
+from .windows import Windows as Windows
 
-Slot = tuple[Any, str]  # a module and the name of one of its attributes
+Slot = tuple[Any, str]  # a module, or a `Derived` object, and the name of one of its attributes
 Path = tuple[str, ...]
 Node = tuple[str, Any]  # kind and content of an object in an outline
 Outline = tuple[Node, Node, tuple[Path, ...], tuple[tuple[Path, str, Any], ...]]
 
 _LITERALS = (bool, int, float, str, tuple)
+
+
+class Derived:
+    """Base of owners of tensors that are computed from the tensors at `slots`."""
+
+    slots: tuple[Slot, ...]
+
+    def compute(self) -> Tensor:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -90,38 +98,6 @@ class QkNormParts:
 
 
 @dataclass(frozen=True)
-class Windows:
-    """Groups of tokens on a grid of `size` (height, width), whose tokens are numbered row by row.
-
-    A window covers `window` adjacent rows and columns. Like torch.roll by the negative `shift`, the first window starts
-    at row and column `shift`, and windows at the end wrap around. If `dilated`, the rows and columns of a window are
-    size / window apart, as in the grid attention of MaxViT. `window` must divide `size`.
-    """
-
-    size: tuple[int, int]
-    window: tuple[int, int]
-    shift: tuple[int, int] = (0, 0)
-    dilated: bool = False
-
-    def groups(self, device: torch.device) -> Tensor:
-        """Returns the groups of `ScoreTerms`, int32 [W, n]: windows and their tokens, both row by row."""
-        return _groups(self.size, self.window, self.shift, self.dilated, device)
-
-
-@constant_to_compiler
-@functools.lru_cache(256)
-def _groups(
-    size: tuple[int, int], window: tuple[int, int], shift: tuple[int, int], dilated: bool, device: torch.device
-) -> Tensor:
-    (H, W), (h, w) = size, window
-    with torch.inference_mode(False):  # the tensor is cached, also for calls with gradients
-        tokens = torch.arange(H * W, dtype=torch.int32, device=device).view(H, W).roll((-shift[0], -shift[1]), (0, 1))
-        cut = tokens.view(h, H // h, w, W // w) if dilated else tokens.view(H // h, h, W // w, w)
-        order = (1, 3, 0, 2) if dilated else (0, 2, 1, 3)
-        return cut.permute(order).reshape(-1, h * w)
-
-
-@dataclass(frozen=True)
 class TermParts:
     """The sources of a block's `ScoreTerms`; None means absent.
 
@@ -140,10 +116,18 @@ class TermParts:
     def slots(self) -> tuple[Slot, ...]:
         return tuple(slot for slot in (self.bias, self.index, self.window_mask, self.scale) if slot is not None)
 
+    @property
+    def is_looked_up(self) -> bool:
+        """True if the bias is computed from other tensors."""
+        return self.bias is not None and (self.index is not None or isinstance(self.bias[0], Derived))
+
     def looked_up(self) -> Tensor | None:
-        """Returns the bias from table and index; None without an index."""
-        if self.bias is None or self.index is None:
+        """Returns a bias that is computed from other tensors; None otherwise."""
+        if self.bias is None or not self.is_looked_up:
             return None
+        if self.index is None:
+            derived: Tensor = tensor_of(*self.bias)
+            return derived
         table, index = tensor_of(*self.bias), tensor_of(*self.index)
         bias: Tensor = (table if self.heads_first else table.t())[:, index]  # on GPUs, the backward is deterministic
         return bias
@@ -151,7 +135,7 @@ class TermParts:
     def now(self, device: torch.device, bias: Tensor | None = None) -> ScoreTerms:
         """Returns the current terms; `bias` replaces a bias with an index that was looked up earlier."""
         if bias is None and self.bias is not None:
-            bias = tensor_of(*self.bias) if self.index is None else self.looked_up()
+            bias = self.looked_up() if self.is_looked_up else tensor_of(*self.bias)
         mask, scale = (None if slot is None else tensor_of(*slot) for slot in (self.window_mask, self.scale))
         groups = None if self.windows is None else self.windows.groups(device)
         return ScoreTerms(bias, mask, scale=scale, groups=groups)
@@ -285,7 +269,7 @@ def sources(attention: AttentionParts, mlp: MlpParts, every: bool = True) -> lis
     if every and attention.qk_norm is not None:
         norms += [attention.qk_norm.q, attention.qk_norm.k]
     slots = [slot for norm in norms if norm is not None for slot in norm.slots]
-    if attention.terms is not None and (every or attention.terms.index is not None):
+    if attention.terms is not None and (every or attention.terms.is_looked_up):
         slots += attention.terms.slots
     for linear in (attention.qkv, mlp.fc1, mlp.gate):
         slots += [] if linear is None else [*linear.weights, *filter(None, linear.biases)]
@@ -295,7 +279,14 @@ def sources(attention: AttentionParts, mlp: MlpParts, every: bool = True) -> lis
     if every:
         slots.append((attention.proj, "bias"))
         slots += [half.layer_scale for half in (attention, mlp) if half.layer_scale is not None]
-    return slots
+    return [origin for slot in slots for origin in origins(slot)]
+
+
+def origins(slot: Slot) -> tuple[Slot, ...]:
+    """Returns the slots of the tensors that a slot depends on."""
+    if not isinstance(slot[0], Derived):
+        return (slot,)
+    return tuple(origin for each in slot[0].slots for origin in origins(each))
 
 
 def tensors_of(owner: nn.Module) -> tuple[Any, Any]:
@@ -314,6 +305,8 @@ def tensor_at(slot: Slot | None) -> Any:
 
 def tensor_of(owner: nn.Module, name: str) -> Any:
     """Returns an attribute without nn.Module's slow look-up. FSDP stores weights in __dict__."""
+    if isinstance(owner, Derived):
+        return owner.compute()
     if torch.compiler.is_compiling():
         return getattr(owner, name)
     own = owner.__dict__
@@ -324,7 +317,7 @@ def tensor_of(owner: nn.Module, name: str) -> Any:
 
 
 _PARTS = (AttentionParts, LinearParts, MlpParts, NormParts, QkNormParts, TermParts, Windows)
-_CLASSES = {cls.__name__: cls for cls in _PARTS}
+CLASSES: dict[str, Any] = {cls.__name__: cls for cls in _PARTS}
 
 
 def outline(block: nn.Module, parts: BlockParts) -> Outline:
@@ -359,7 +352,7 @@ def _node(value: Any, paths: dict[int, Path]) -> Node:
         return "module", paths[id(value)]
     if type(value) is tuple:
         return "tuple", tuple(_node(each, paths) for each in value)
-    if type(value) in _CLASSES.values():
+    if type(value) in CLASSES.values():
         return type(value).__name__, tuple(_node(getattr(value, each.name), paths) for each in fields(value))
     return "value", value
 
@@ -386,7 +379,7 @@ def attached(block: Any, node: Node) -> Any:
     inner = [attached(block, each) for each in content]
     if kind == "tuple":
         return tuple(inner)
-    cls = _CLASSES[kind]
+    cls = CLASSES[kind]
     return cls(**dict(zip(cls.__dataclass_fields__, inner)))
 
 

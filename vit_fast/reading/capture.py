@@ -21,6 +21,13 @@ from torch.overrides import TorchFunctionMode
 from ..blocks.fused import FusedModule
 from ..blocks.parts import Slot
 
+# Operators whose result does not depend on the values of their input
+CREATORS = {
+    f"{prefix}{name}{suffix}"
+    for name in ("zeros", "ones", "full", "empty")
+    for prefix, suffix in (("new_", ""), ("", "_like"))
+}
+
 
 class UnreadableError(Exception):
     """Reason in terms of the computation why a module cannot be read."""
@@ -40,7 +47,8 @@ def random_copy(module: nn.Module) -> nn.Module:
     with torch.no_grad():
         for part in copied.modules():
             for tensor in list(tensors_in(part)):
-                tensor.copy_(_randomized(tensor, generator))
+                is_mask = tensor.dim() > 1 and not isinstance(tensor, nn.Parameter) and _has_two_values(tensor)
+                tensor.copy_(tensor.flip(0, 1) if is_mask else _randomized(tensor, generator))
     return copied.eval()
 
 
@@ -53,6 +61,10 @@ def tensors_in(module: nn.Module) -> Iterator[Tensor]:
 def _to_fp64(tensor: Tensor) -> Tensor:
     dtype = torch.complex128 if tensor.is_complex() else torch.float64 if tensor.is_floating_point() else tensor.dtype
     return tensor.to("cpu", dtype)
+
+
+def _has_two_values(tensor: Tensor) -> bool:
+    return bool(((tensor == tensor.min()) | (tensor == tensor.max())).all())
 
 
 def _randomized(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -127,10 +139,11 @@ class Graph(fx.Interpreter):
         self.values: dict[fx.Node, Any] = {}
         slots: dict[int, Slot] = {}
         for part in module.modules():
-            for store in (part._parameters, part._buffers):
+            for store in (part._parameters, part._buffers, vars(part)):
                 for name, tensor in store.items():
                     slots.setdefault(id(tensor), (part, name))
         held = {node: getattr(traced, node.target) for node in self.nodes if node.op == "get_attr"}
+        self.root = module
         self.slots = {node: slots[id(tensor)] for node, tensor in held.items() if id(tensor) in slots}
         with torch.no_grad():
             self.run(x)
@@ -149,7 +162,11 @@ class Graph(fx.Interpreter):
         """Returns True if a node depends on values of the input."""
         value = self.values.get(node)
         depends = node is self.input or self.input in self.ancestors[node]
-        return depends and not (isinstance(value, int | float) or operator_of(node) in ("zeros_like", "ones_like"))
+        return depends and not (isinstance(value, int | float) or operator_of(node) in CREATORS)
+
+    def depends(self, node: fx.Node) -> bool:
+        """Returns True if a node depends on parameters or buffers."""
+        return bool(self.slots.keys() & {node, *self.ancestors[node]})
 
     def live_inputs(self, node: fx.Node) -> list[fx.Node]:
         return [each for each in node.all_input_nodes if self.is_live(each)]
@@ -168,7 +185,7 @@ class Graph(fx.Interpreter):
 
     def makes_constants(self) -> bool:
         """Returns True if forward combines the input with tensors that it creates, e.g. a mask of its own."""
-        made = [node for node in self.nodes if not self.slots.keys() & {node, *self.ancestors[node]}]
+        made = [node for node in self.nodes if not self.depends(node)]
         sources = {each for node in self.nodes if self.is_live(node) for each in node.all_input_nodes}
         values = [self.values.get(node) for node in made if node in sources and not self.is_live(node)]
         return any(isinstance(value, Tensor) and value.numel() > 1 for value in values)

@@ -48,6 +48,24 @@ class Core:
     scores: fx.Node | None = None  # the input of the softmax; None for SDPA
     scale: float = 1.0  # of SDPA
     changes: str = ""  # what else the core computes
+    product: fx.Node | None = None  # of queries and keys; None for SDPA
+    mask: fx.Node | None = None  # the mask of SDPA
+    is_causal: bool = False
+
+    def path(self, graph: Graph) -> list[fx.Node]:
+        """Returns the nodes from the product to the scores."""
+        return [] if self.product is None or self.scores is None else graph.path(self.product, self.scores)
+
+    def rerun(self, graph: Graph, product: Tensor) -> Tensor:
+        """Returns the scores for another product of queries and keys."""
+        assert self.product is not None and self.scores is not None
+        values = {self.product: product}
+        for node in self.path(graph):
+            given: Any = torch.fx.node.map_arg(
+                (node.args, node.kwargs), lambda each: values.get(each, graph.values[each])
+            )
+            values[node] = node.target(*given[0], **given[1])  # type: ignore[operator]
+        return values[self.scores]
 
 
 def is_equal(a: Tensor, b: Tensor) -> bool:
@@ -179,7 +197,8 @@ def cores_of(graph: Graph) -> Iterator[Core]:
         changes = sorted({operator_of(each) for each in graph.path(node, softmax)} & _CHANGES)
         if values:
             q, k = _operands(node)
-            yield Core(q, k, values[0], mix, softmax.all_input_nodes[0], changes=", ".join(changes))
+            scores = softmax.all_input_nodes[0]
+            yield Core(q, k, values[0], mix, scores, changes=", ".join(changes), product=node)
 
 
 def _sdpa(graph: Graph, node: fx.Node) -> Core:
@@ -188,7 +207,8 @@ def _sdpa(graph: Graph, node: fx.Node) -> Core:
     changes = [name for name in ("attn_mask", "is_causal") if given.get(name) not in (None, False)]
     q, k, v = node.args[:3]
     scale: Any = given.get("scale") or graph.values[q].shape[-1] ** -0.5  # type: ignore[index]
-    return Core(q, k, v, node, None, scale, ", ".join(changes))
+    mask: Any = given.get("attn_mask")
+    return Core(q, k, v, node, None, scale, ", ".join(changes), None, mask, bool(given.get("is_causal")))
 
 
 def _operands(node: fx.Node) -> list[Any]:

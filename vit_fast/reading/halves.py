@@ -10,13 +10,23 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..blocks.parts import AttentionParts, LinearParts, MlpParts, QkNormParts, TermParts, block_tensors, tensor_at
+from ..blocks.parts import (
+    AttentionParts,
+    LinearParts,
+    MlpParts,
+    NormParts,
+    QkNormParts,
+    TermParts,
+    block_tensors,
+    tensor_at,
+)
 from ..ops import reference
 from ..ops.attention import attention_among
 from ..ops.descriptions import QkNorm
 from .capture import Graph, UnreadableError, operator_of
+from .constants import derived
 from .elements import TOLERANCE, Linear, Vectors, cores_of, is_equal, linears_of, same_tokens
-from .terms import terms_of
+from .terms import factor_of, terms_of
 
 NORM_ENDS = {"layer_norm", "rms_norm", "mul", "add", "div"}  # operators that may be the last one of a norm
 
@@ -52,7 +62,12 @@ class Halves(Vectors):
             raise UnreadableError("its heads do not divide its width")
         orders = list(_packed(sources, heads))
         given = self.values[graph.input]
-        terms = list(terms_of(graph, cores[0], given if given.dim() == 4 else x, heads, keys))
+        terms: list[TermParts | None] = []
+        try:
+            for found in terms_of(graph, cores[0], given if given.dim() == 4 else x, heads, keys):
+                terms.append(found)
+        except UnreadableError as error:
+            problem = str(error)
         for normalizes, qkv, term in itertools.product((False, True), orders, terms):
             if sum(tensor_at(slot).shape[0] for slot in qkv.weights) != 3 * target.shape[-1]:
                 raise UnreadableError("its q, k and v have different widths, as with grouped keys")
@@ -60,7 +75,11 @@ class Halves(Vectors):
             projected = F.linear(normed, weight, bias).unflatten(-1, (3, heads, -1))
             for qk_norm in self._qk_norms(projected) if normalizes else (None,):
                 parts = None if qk_norm is None else qk_norm.now()
-                scale = self._scale(reference.qk_norm_rope(projected, parts, None), term is not None)
+                scale = self._scale(reference.qk_norm_rope(projected, parts, None), term)
+                if scale is None:
+                    continue
+                if term is not None and term.scale is not None:
+                    term = replace(term, scale=derived(graph, (term.scale,), "mul.Scalar", scale))
                 mixed = mix(projected, parts, scale, term)
                 if not same_tokens(mixed, target):
                     continue
@@ -105,25 +124,39 @@ class Halves(Vectors):
                 x = qkv[:, :, i] if over == "head" else qkv[:, :, i].flatten(-2)
                 start = self._source(operand, "qk"[i]).node
                 path = [node for node in self.graph.path(start, operand) if operator_of(node) in NORM_ENDS]
-                norms = (self._norm(x, self.values[node], start, node) for node in reversed(path))
+                norms = (
+                    self._norm(x, self.values[node], start, node) or self._unit(x, node) for node in reversed(path)
+                )
                 found.append(next((norm for norm in norms if norm is not None), None))
             q, k = found
             if q is not None and k is not None and (q.kind, q.eps) == (k.kind, k.eps):
                 yield QkNormParts(q, k, over)
 
-    def _scale(self, qkv: Tensor, has_terms: bool) -> float:
-        """Returns the multiplier of q k^T. Frobenius norms do not depend on the layout."""
+    def _unit(self, x: Tensor, node: fx.Node) -> NormParts | None:
+        """Returns an RMSNorm if a node divides by the Euclidean norm; `_scale` finds the constant factor."""
+        norm = NormParts(None, None, "rms_norm", 1e-24)
+        unit = reference.normalize(x, norm.now()) * x.shape[-1] ** -0.5
+        return norm if same_tokens(unit, self.values[node]) else None
+
+    def _scale(self, qkv: Tensor, term: TermParts | None) -> float | None:
+        """Returns the multiplier of q k^T apart from a scale per head. Frobenius norms do not depend on the layout."""
         core = self.cores[0]
         q, k, _ = qkv.transpose(1, 3).unbind(2)
-        if core.scores is not None and has_terms:  # the scores also contain the terms
-            return float(q.shape[-1] ** -0.5)
-        if core.scores is None:
+        factor = factor_of(self.graph, core, q.shape[1], None if term is None else term.scale)
+        if factor is None:
+            return None
+        if core.product is None:
             ratio = self.values[core.q].norm() * self.values[core.k].norm() / (q.norm() * k.norm())
         else:
-            ratio = (
-                self.values[core.scores].norm() / (q @ k.transpose(-2, -1))[:, : q.shape[1] // len(self.cores)].norm()
-            )
-        return float(f"{core.scale * float(ratio):.7g}")
+            if term is not None and term.windows is not None:  # only scores inside of windows
+                groups = term.windows.groups(q.device).long()
+                q, k = (each[:, :, groups] for each in (q, k))
+            scores = (q @ k.transpose(-2, -1))[:, : q.shape[1] // len(self.cores)]
+            product = self.values[core.product]
+            if operator_of(core.product) == "baddbmm" and core.product.kwargs.get("beta", 1) == 1:
+                product = product - self.values[core.product.args[0]]  # type: ignore[index]
+            ratio = product.norm() / scores.norm()
+        return float(f"{factor * float(ratio):.7g}")
 
     def mlp_half(self, x: Tensor, before: fx.Node, linears: Sequence[Linear]) -> tuple[MlpParts, Tensor, fx.Node]:
         """Returns the MLP half of tokens x, its output before LayerScale, and the node of the output."""

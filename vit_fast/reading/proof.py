@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..blocks.block import run_attention, run_mlp
+from ..blocks.parts import Derived, Slot, origins, tensor_at
 from .calls import Call, drop_slots
-from .capture import UnreadableError, tokens_like
+from .capture import Graph, UnreadableError, tokens_like
 from .matcher import Reading
 
 # Relative errors of the branches, root mean square. Modules that compute norms or softmax in fp32 differ by 1e-6.
@@ -27,6 +28,32 @@ def run_reading(reading: Reading, x: Tensor, backend: str) -> Tensor:
     if reading.mlp is not None:
         y = run_mlp(reading.mlp, y, backend)
     return reading.restored(y, x)
+
+
+def slots_of(parts: Any) -> Iterator[Slot]:
+    """Yields the slots of all tensors that parts depend on."""
+    if isinstance(parts, tuple) and len(parts) == 2 and isinstance(parts[0], nn.Module | Derived):
+        yield parts
+    elif isinstance(parts, tuple):
+        for each in parts:
+            yield from slots_of(each)
+    elif isinstance(parts, nn.Module):  # a linear layer
+        yield from ((parts, "weight"), (parts, "bias"))
+    elif is_dataclass(parts):
+        for each in fields(parts):
+            if each.name not in ("module", "drop_path", "dropouts"):
+                yield from slots_of(getattr(parts, each.name))
+
+
+def check_complete(graph: Graph, reading: Reading) -> None:
+    """Raises UnreadableError if the output depends on a tensor of the module that is not among the parts."""
+    slots = [origin for half in (reading.attention, reading.mlp) for slot in slots_of(half) for origin in origins(slot)]
+    held = {id(tensor_at(slot)) for slot in slots}
+    for node in graph.nodes:
+        if node in graph.slots and node in graph.ancestors[graph.nodes[-1]]:
+            owner, name = graph.slots[node]
+            if id(tensor_at((owner, name))) not in held:
+                raise UnreadableError(f"its output depends on {name!r}, which is not a part of attention or MLP")
 
 
 def prove(copied: nn.Module, call: Call, reading: Reading, shape: tuple[int, ...], magnitude: float = 1.0) -> None:

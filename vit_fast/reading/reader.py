@@ -12,13 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..blocks.parts import detached
+from ..blocks.parts import Derived, detached
 from ..blocks.plain import touch_reasons
 from .calls import Call, state_of, structure_of
 from .capture import Graph, UnreadableError, capture, free_dimensions, random_copy, tokens_like
 from .forms import Recipe, hidden_name
 from .matcher import Reading, read_graph
-from .proof import is_same_in_training, prove, prove_in_contexts, proved_dtypes, run_reading, with_drop_paths
+from .proof import (
+    check_complete,
+    is_same_in_training,
+    prove,
+    prove_in_contexts,
+    proved_dtypes,
+    run_reading,
+    slots_of,
+    with_drop_paths,
+)
 
 SMALL = (2, 7)  # batch size and number of tokens of a capture, if the forward supports any
 # Relative error of a module's parts on the example in the model's dtype
@@ -52,13 +61,16 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None) -> Recipe:
     def captured(shape: tuple[int, ...]) -> tuple[Graph, Reading]:
         graph = capture(copied, forward, tokens_like(shape))
         with torch.no_grad():
-            return graph, read_graph(graph, copied)
+            reading = read_graph(graph, copied)
+        check_complete(graph, reading)
+        return graph, reading
 
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         probe, shape = _small(x), tuple(x.shape)
         try:
             graph, reading = captured(probe)
-            fixed = graph.makes_constants()
+            slots = slots_of((reading.attention, reading.mlp))
+            fixed = graph.makes_constants() or any(isinstance(owner, Derived) for owner, _ in slots)
         except UnreadableError:
             _, reading = captured(shape)
             probe, fixed = shape, True

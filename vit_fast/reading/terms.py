@@ -1,16 +1,24 @@
-"""Finds what may change the scores of attention: a bias, a window mask, and windows of tokens."""
+"""Finds what changes the scores of attention: a scale, a bias, masks, and windows of tokens."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from ..blocks.parts import TermParts, Windows, tensor_at
-from .capture import Graph
-from .elements import Core
+from ..blocks.computed import DEVICE, DTYPE
+from ..blocks.parts import Slot, TermParts, Windows, tensor_at
+from .capture import Graph, UnreadableError, operator_of
+from .constants import computed, derived
+from .elements import TOLERANCE, Core
+
+INFINITY = float("inf")
 
 
 def terms_of(graph: Graph, core: Core, tokens: Tensor, heads: int, keys: int) -> Iterator[TermParts | None]:
@@ -19,30 +27,121 @@ def terms_of(graph: Graph, core: Core, tokens: Tensor, heads: int, keys: int) ->
     `tokens` are the input of the module, [B, N, C] or [B, height, width, C].
     """
     count = tokens[0, ..., 0].numel()
-    windows = [None] if keys == count else _windows(tokens, keys)
-    if not core.changes and windows == [None]:
-        yield None
+    groups = count // keys
+    placed = [_placed(graph, slot, groups, heads, keys) for slot in _added(graph, core, keys)]
+    if None in placed:
         return
+    bias, mask = (
+        functools.reduce(lambda a, b: derived(graph, (a, b), "add.Tensor"), same) if same else None
+        for same in ([slot for slot, found in filter(None, placed) if found is is_mask] for is_mask in (False, True))
+    )
+    terms = TermParts(bias, None, False, mask, _head_scale(graph, core, heads))
+    if bias is not None:
+        terms = next(_tables(graph, core, terms, tensor_at(bias)), terms)
+    if groups == 1:
+        yield terms if terms.slots else None
+    else:
+        yield from (replace(terms, windows=window) for window in _windows(tokens, keys))
+
+
+def _tables(graph: Graph, core: Core, terms: TermParts, bias: Tensor) -> Iterator[TermParts]:
+    """Yields terms whose bias is a table with an index, which has a deterministic backward on GPUs."""
     end: fx.Node = core.node if core.scores is None else core.scores
     slots = [(slot, tensor_at(slot)) for slot in graph.parameters_between(core.q, end)]
-    floats = [(slot, each) for slot, each in slots if each.is_floating_point()]
-    groups = count // keys
-    masks = [slot for slot, each in floats if each.shape == (groups, keys, keys) and groups > 1]
-    biases = [
-        (slot, None, False)
-        for slot, each in floats
-        if each.shape[-2:] == (keys, keys) and each.numel() == each.shape[-3:].numel() and each.shape[-3] in (1, heads)
-    ]
-    tables = [(slot, each) for slot, each in floats if each.dim() == 2 and heads in each.shape]
-    indices = [slot for slot, each in slots if each.shape == (keys, keys) and not each.is_floating_point()]
-    looked_up = [(slot, index, table.shape[1] != heads) for (slot, table), index in itertools.product(tables, indices)]
-    for (bias, index, first), mask, window in itertools.product(
-        [*looked_up, *biases, (None, None, False)], [*masks, None], windows
-    ):
-        yield TermParts(bias, index, first, mask, None, window)
+    tables = [(slot, each) for slot, each in slots if each.is_floating_point() and each.dim() == 2]
+    indices = [slot for slot, each in slots if not each.is_floating_point() and each.shape == bias.shape[1:]]
+    for (slot, table), index in itertools.product(tables, indices):
+        for heads_first in (False, True):
+            found = replace(terms, bias=slot, index=index, heads_first=heads_first)
+            if table.shape[1 - heads_first] == len(bias) and torch.equal(found.looked_up(), bias):  # type: ignore[arg-type]
+                yield found
 
 
-def _windows(tokens: Tensor, keys: int) -> list[Windows | None]:
+def _added(graph: Graph, core: Core, keys: int) -> Iterator[Slot]:
+    """Yields what a core adds to its scores; -inf where a mask hides keys."""
+    if core.is_causal:
+        hidden = derived(graph, (), "full.default", (keys, keys), -INFINITY, dtype=(DTYPE,), device=(DEVICE,))
+        yield derived(graph, (hidden,), "triu.default", 1)
+    if core.product is not None and operator_of(core.product) == "baddbmm" and core.product.kwargs.get("beta", 1) == 1:
+        yield computed(graph, core.product.args[0])  # type: ignore[arg-type]
+    if core.mask is not None:
+        mask = computed(graph, core.mask)
+        yield _hidden(graph, mask, -INFINITY, False) if tensor_at(mask).dtype == torch.bool else mask
+    inside = {core.product, *core.path(graph)}
+    for node in core.path(graph):
+        name = operator_of(node)
+        args: Any = node.args
+        if name == "masked_fill":
+            yield _hidden(graph, computed(graph, args[1]), _number(graph, args[2]))
+        elif name == "where":
+            is_scores = args[1] in inside  # where the condition is True
+            value = _number(graph, args[2 if is_scores else 1])
+            yield _hidden(graph, computed(graph, args[0]), value, not is_scores)
+        elif name in ("add", "sub"):
+            slot = computed(graph, args[1 if args[0] in inside else 0])
+            yield slot if name == "add" else derived(graph, (slot,), "neg.default")
+
+
+def _hidden(graph: Graph, mask: Slot, value: float, where: bool = True) -> Slot:
+    """Returns the slot of a tensor that is `value` where the mask is True, or False, and 0 elsewhere."""
+    zeros = derived(graph, (mask,), "zeros_like.default", dtype=(DTYPE,))
+    hides = mask if where else derived(graph, (mask,), "logical_not.default")
+    return derived(graph, (zeros, hides), "masked_fill.Scalar", value)
+
+
+def _number(graph: Graph, given: Any) -> float:
+    value = graph.values[given] if isinstance(given, fx.Node) else given
+    if isinstance(value, Tensor) and (value.numel() > 1 or graph.is_live(given)):
+        raise UnreadableError("its mask inserts values that are not constant")
+    return float(value)
+
+
+def _placed(graph: Graph, slot: Slot, groups: int, heads: int, keys: int) -> tuple[Slot, bool] | None:
+    """Returns the slot as bias [H or 1, N, M], or as window mask [W, N, M] with True; None if it is neither."""
+    shape = [1, 1, 1, 1, *tensor_at(slot).shape]
+    lead, (a, b, n, m) = shape[:-4], shape[-4:]
+    if math.prod(lead) > 1 or n not in (1, keys) or m not in (1, keys):
+        return None
+    is_mask = a == groups > 1 == b
+    if not is_mask and (a > 1 or b not in (1, heads)):
+        return None
+    first = a if is_mask else b
+    if tensor_at(slot).shape != (first, n, m):
+        slot = derived(graph, (slot,), "reshape.default", (first, n, m))
+    if (n, m) != (keys, keys):
+        slot = derived(graph, (slot,), "expand.default", (first, keys, keys))
+    return slot, is_mask
+
+
+def _head_scale(graph: Graph, core: Core, heads: int) -> Slot | None:
+    """Returns a tensor [H] of the module that multiplies the scores."""
+    for node in core.path(graph):
+        for each in node.all_input_nodes:
+            is_factor = operator_of(node) in ("mul", "div") and not graph.is_live(each)
+            value = graph.values[each]
+            if is_factor and isinstance(value, Tensor) and value.numel() in (1, heads) and graph.depends(each):
+                slot = derived(graph, (computed(graph, each),), "reshape.default", (value.numel(),))
+                slot = derived(graph, (slot,), "expand.default", (heads,))
+                return slot if operator_of(node) == "mul" else derived(graph, (slot,), "reciprocal.default")
+    return None
+
+
+def factor_of(graph: Graph, core: Core, heads: int, scale: Slot | None) -> float | None:
+    """Returns the number that multiplies the product of queries and keys, apart from `scale`; None if there is none."""
+    if core.scores is None or core.product is None:
+        return core.scale
+    product = graph.values[core.product]
+    ones, zeros = (core.rerun(graph, torch.full_like(product, value)) for value in (1.0, 0.0))
+    slope = (ones - zeros).double()
+    if scale is not None:
+        slope = slope.reshape(-1, heads, *slope.shape[-2:]) / tensor_at(scale)[:, None, None]
+    found = slope.flatten()[(slope.isfinite() & (zeros.abs() < 1e6).reshape(slope.shape)).flatten()]
+    if not found.numel() or not bool((found - found[0]).abs().max() <= TOLERANCE * found[0].abs()):
+        return None
+    return float(found[0])
+
+
+def _windows(tokens: Tensor, keys: int) -> list[Windows]:
     """Returns the windows of `keys` tokens that divide the grid."""
     side = math.isqrt(tokens.shape[1])  # tokens [B, N, C] may be a square grid
     H, W = tokens.shape[1:3] if tokens.dim() == 4 else (side, side)
@@ -51,5 +150,5 @@ def _windows(tokens: Tensor, keys: int) -> list[Windows | None]:
     heights = sorted(range(1, keys + 1), key=lambda height: abs(height - keys / height))
     sizes = [(h, keys // h) for h in heights if keys % h == 0 and H % h == 0 and W % (keys // h) == 0]
     shifts = [(0, 0), *((h // 2, w // 2) for h, w in sizes[:1])]
-    plain: list[Windows | None] = [Windows((H, W), size, shift) for size in sizes for shift in shifts]
+    plain = [Windows((H, W), size, shift) for size in sizes for shift in shifts]
     return [*plain, *(Windows((H, W), size, dilated=True) for size in sizes)]

@@ -1,0 +1,112 @@
+"""fuse(model, example=...) reads masks, biases and scales that a module computes from its own tensors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from spellings import SequenceFirst, Variant, runs_fused
+from torch import Tensor, nn
+
+import vit_fast
+
+
+class ZeroBias(Variant):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.bias = nn.Parameter(torch.zeros(heads, 1, 1))
+
+    def scores(self, scores: Tensor) -> Tensor:
+        return scores + self.bias * torch.arange(scores.shape[-1])
+
+
+class MaskBuffer(Variant):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.register_buffer("mask", torch.ones(64, 64).tril())
+
+    def scores(self, scores: Tensor) -> Tensor:
+        n = scores.shape[-1]
+        return torch.where(self.mask[:n, :n] == 0, torch.finfo(scores.dtype).min, scores)  # type: ignore[index]
+
+
+class Causal(Variant):
+    def scores(self, scores: Tensor) -> Tensor:
+        return scores + torch.full(scores.shape[-2:], -torch.inf).triu(1)
+
+
+class Cosine(Variant):
+    """Cosine attention with a learned scale per head, and a bias from an MLP: Swin v2."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.logit_scale = nn.Parameter(torch.log(10 * torch.ones(heads, 1, 1)))
+        self.register_buffer("coordinates", torch.randn(400, 2))
+        self.cpb = nn.Sequential(nn.Linear(2, 8), nn.ReLU(inplace=True), nn.Linear(8, heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.logit_scale.clamp(max=4.6052).exp()
+        bias = 16 * torch.sigmoid(self.cpb(self.coordinates)).view(20, 20, -1).permute(2, 0, 1)
+        x = x + self.out(self.mixed((scores + bias.contiguous().unsqueeze(0)).softmax(-1) @ v))
+        return x + self.mlp(self.norm2(x))
+
+
+class MaskAttribute(SequenceFirst):
+    """A mask that is an ordinary attribute: OpenAI's CLIP, text tower."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.attn_mask = torch.full((20, 20), -torch.inf).triu(1)
+
+    def attend(self, y: Tensor) -> Tensor:
+        return self.attn(y, y, y, need_weights=False, attn_mask=self.attn_mask.to(y.dtype))[0]
+
+
+@pytest.mark.fast_cases("MaskBuffer", "Cosine")
+@pytest.mark.parametrize(
+    "block", [ZeroBias, MaskBuffer, Causal, Cosine, MaskAttribute], ids=lambda block: block.__name__
+)
+def test_constant_terms_of_the_scores(block: Any) -> None:
+    """Masks, biases and scales that a module computes from its tensors follow these tensors, also after freeze."""
+    torch.manual_seed(0)
+    original = nn.Sequential(block(32, 4), block(32, 4)).eval()
+    for parameter in original.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    model, x = copy.deepcopy(original), torch.randn((20, 3, 32) if block is MaskAttribute else (3, 20, 32))
+    vit_fast.fuse(model, "eager", example=x).require_all()
+    assert runs_fused(model, lambda: model(x))
+    for net in (model, original):
+        net(x).square().sum().backward()
+    for (name, a), b in zip(model.named_parameters(), original.parameters()):
+        if b.grad is None:
+            assert a.grad is None, name
+        else:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3 * float(b.grad.abs().max()), msg=name)
+    vit_fast.fuse(model, "sdpa")
+    assert len(vit_fast.freeze(model)) == 2
+    with torch.inference_mode(False), torch.no_grad():
+        for net in (model, original):
+            for tensor in (*net.parameters(), *net.buffers()):
+                tensor.mul_(1.1)
+        assert runs_fused(model, lambda: model(x))
+        for given in (copy.deepcopy(model), model):
+            torch.testing.assert_close(given(x), original(x), rtol=1e-5, atol=1e-5)
+        if block in (MaskBuffer, Causal):  # another number of tokens runs the original
+            torch.testing.assert_close(model(x[:, :9]), original(x[:, :9]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [MaskBuffer, Cosine], ids=lambda block: block.__name__)
+def test_compile_and_export(block: Any) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(block(32, 4), block(32, 4)).eval(), torch.randn(3, 20, 32)
+    expected = model(x)
+    vit_fast.fuse(model, "eager", example=x).require_all()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
+    vit_fast.fuse(model, "sdpa")
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected, rtol=1e-5, atol=1e-5)
