@@ -64,7 +64,7 @@ class FusionReport:
     @property
     def _nothing(self) -> str:
         if self.is_read:
-            return "no attention, and no MLP of tokens, in the forward of the example"
+            return "no attention or MLP of tokens in the forward of the example"
         return f"no attention or MLP of a supported class (docs/classes.md): {HINT}"
 
     def require_all(self) -> FusionReport:
