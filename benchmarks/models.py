@@ -207,7 +207,6 @@ def _of_weights(source: str, img_size: Size | None) -> Model:
 
 def _onnx(path: Path, img_size: Size | None) -> Model:
     from vit_fast.export import OnnxRunner
-    from vit_fast.export.runtime.metadata import narrow_precision
 
     runner = OnnxRunner(path, "cpu", image_hw=img_size)
     if runner.info.metadata.get("inputs"):
@@ -217,7 +216,7 @@ def _onnx(path: Path, img_size: Size | None) -> Model:
         raise ValueError(f"{path.name}: the image size is dynamic; add --img-size N")
     data = runner.data_config if isinstance(runner.data_config, DataConfig) else DataConfig()
     shape = (runner.in_chans, *runner.image_hw)
-    return Model(path.name, shape, data, onnx=path, source=str(path), precision=narrow_precision(path))
+    return Model(path.name, shape, data, onnx=path, source=str(path), precision=runner.info.precision)
 
 
 Found = tuple[Callable[[], nn.Module], Size, DataConfig]

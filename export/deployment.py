@@ -45,7 +45,6 @@ ACCELERATOR_MODES = {"fp32": "FP32", "fp16": "FP16", "int8": "INT8"}
 QUEUE_DELAY_US = 500
 LABELS = "labels.txt"
 CHECKED = ("verification", "accuracy", "eight_bit")  # metadata in the section "Checked" of a card
-EIGHT_BIT_FIELDS = (("matmuls", "products"), ("in_float", "kept"))  # and their names in earlier files
 PROFILE = (("min", 1, 0.5), ("opt", 8, 1.0), ("max", 64, 2.0))
 """Batch sizes of an engine and, for images of any size, their sides relative to the model's image size."""
 
@@ -240,6 +239,5 @@ def _checked(facts: dict[str, Any]) -> list[str]:
     if accuracy:
         lines += ["", f"On labeled images: {Accuracy(**accuracy).line()}."]
     if eight_bit:
-        matmuls, in_float = (eight_bit.get(new, eight_bit.get(old)) for new, old in EIGHT_BIT_FIELDS)
-        lines += ["", f"In 8 bits: {Quantized(matmuls, in_float).line()}."]
+        lines += ["", f"In 8 bits: {Quantized(**eight_bit).line()}."]
     return lines

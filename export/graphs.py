@@ -389,7 +389,7 @@ def run_graph(
             save(model, path, external=True)  # without a copy of the weights in protobuf
         finally:
             model.graph.outputs[:] = outputs
-        session = open_session(path, fp8=True)
+        session = open_session(path, fp8=True, prepack=False)
     name = session.get_inputs()[0].name
     for batch in batches:
         yield session.run(None, batch if isinstance(batch, dict) else {name: batch})

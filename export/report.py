@@ -142,11 +142,6 @@ class ExportReport:
         """The largest max_error of all checks; None without checks."""
         return max((check.max_error for check in self.checks), default=None)
 
-    @property
-    def top1_agreement(self) -> float | None:
-        """Top-1 agreement of the first check, which has the most images; None without checks or for features."""
-        return self.checks[0].top1_agreement if self.checks else None
-
     def measured(self) -> dict[str, Any]:
         """Returns the measurements of the file for its metadata."""
         facts = asdict(self)

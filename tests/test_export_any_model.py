@@ -21,6 +21,7 @@ import vit_fast
 from vit_fast.apps.data import sample_image
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import ExportReport, OnnxRunner, QuantisationError, export_onnx, inspect_onnx
+from vit_fast.export.options import BUDGETS
 from vit_fast.export.tensorrt import tensorrt_reasons
 
 SMALL: dict[str, Any] = {"embed_dim": 64, "num_heads": 2, "depth": 4, "img_size": 64}
@@ -55,7 +56,7 @@ def exported(model: nn.Module, path: Path, **given: Any) -> ExportReport | None:
     try:
         return export_onnx(model, path, **given)
     except QuantisationError as error:
-        assert given["precision"] == "int8" and "changes outputs too much" in str(error) and not path.exists()
+        assert given["precision"] not in BUDGETS and "changes outputs too much" in str(error) and not path.exists()
         return None
 
 
@@ -183,6 +184,20 @@ def monai_vit() -> nn.Module:
     return nets.ViT(1, (32, 32, 32), (16, 16, 16), hidden_size=48, mlp_dim=64, num_layers=2, num_heads=2)
 
 
+def lightly_vit() -> nn.Module:
+    modules = pytest.importorskip("lightly.models.modules")
+    return modules.MaskedVisionTransformerTIMM(timm_model("vit_tiny_patch16_224", depth=2))
+
+
+def clip() -> nn.Module:
+    """CLIP with its text tower, whose attention is causal and ignores padding."""
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**small, "vocab_size": 99, "max_position_embeddings": 16, "eos_token_id": 98, "bos_token_id": 97}
+    vision = {**small, "image_size": 32, "patch_size": 8}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    return randomized(transformers.CLIPModel(config))
+
+
 IMAGES, VOLUMES, LARGE = torch.randn(1, 3, 64, 64), torch.randn(2, 1, 32, 32, 32), torch.zeros(1, 3, 1024, 1024)
 SMALL_IMAGES = torch.randn(1, 3, 32, 32)
 ANY: dict[str, tuple[Any, Any, list[str]]] = {
@@ -198,6 +213,14 @@ ANY: dict[str, tuple[Any, Any, list[str]]] = {
     "swin": (lambda: timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1), embed_dim=24, num_heads=(1, 2),
                                        img_size=112, num_classes=7), torch.randn(1, 3, 112, 112), ["output"]),
     "hf": (TOWERS["hf-dinov2"], {"pixel_values": IMAGES}, ["last_hidden_state", "pooler_output"]),
+    "clip": (
+        clip, {"pixel_values": torch.randn(2, 3, 32, 32), "attention_mask": torch.tensor([[1] * 7, [0, 0, *[1] * 5]]),
+               "input_ids": torch.tensor([[97, 5, 6, 7, 8, 9, 98]] * 2)},
+        ["logits_per_image", "logits_per_text", "text_embeds", "image_embeds",
+         *(f"{tower}_model_output_{name}" for tower in ("text", "vision") for name in ("last_hidden_state",
+                                                                                      "pooler_output"))],
+    ),
+    "lightly": (lightly_vit, IMAGES, ["output"]),
     "open_clip": (open_clip_tower, IMAGES, ["output"]),
     "open_clip-timm": (open_clip_timm, torch.randn(1, 3, 224, 224), ["output"]),
     "monai": (monai_vit, VOLUMES, ["output_0", "output_1_0", "output_1_1"]),
@@ -227,6 +250,28 @@ def test_any_model(name: str, precision: Any, tmp_path: Path) -> None:
     assert max(check.batch for check in report.checks) >= 3
     if name == "wrapper":
         assert report.nodes["MultiHeadAttention"] == 2 and report.nodes["BiasGelu"] == 2
+    if name == "clip" and precision == "fp32":  # of the unmodified model, with other padding
+        inputs = example | {"attention_mask": example["attention_mask"].flip(0, 1)}
+        found, expected = OnnxRunner(tmp_path / "m.onnx", "cpu")(inputs), model(**inputs)
+        torch.testing.assert_close(found["text_embeds"], expected["text_embeds"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wrapper", "two-inputs", "swin", "hf"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "int8-dynamic"])
+def test_other_precisions_of_any_model(name: str, precision: Any, tmp_path: Path) -> None:
+    """Linear layers and attention are found in the graph; bf16 cannot be verified on a CPU."""
+    build, example, names = ANY[name]
+    given: dict[str, Any] = {"example": example, "precision": precision, "verify": precision != "bf16"}
+    if precision != "bf16":
+        given |= {"calibration": [sample_image()], "images": [sample_image()]}
+    target: Any = {"fp8": "tensorrt", "int8-dynamic": "ort-cpu"}.get(precision, "generic")
+    if (report := exported(build().eval(), tmp_path / "m.onnx", target=target, **given)) is None:
+        return
+    assert list(report.outputs) == names and report.verified == given["verify"]
+    info = inspect_onnx(tmp_path / "m.onnx")
+    assert info.precision == {"int8-dynamic": "int8"}.get(precision, precision)
+    assert report.eight_bit is None or report.eight_bit.matmuls > len(report.eight_bit.in_float)
 
 
 def test_a_file_with_named_inputs(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from vit_fast.apps.data import sample_image
 from vit_fast.export import OnnxRunner, QuantisationError, VerificationError, export_onnx, graphs, inspect_onnx
 from vit_fast.export.quantize import quantize_file
 from vit_fast.export.report import loss_of
-from vit_fast.export.runtime.metadata import narrow_precision
 from vit_fast.export.saturation import saturate
 from vit_fast.quantization.schemes import Scheme
 
@@ -112,7 +111,7 @@ def test_a_file_with_a_batch_of_more_images_than_calibrate_it(exported: Any, tmp
         value.type.tensor_type.shape.dim[0].dim_value = 40
     onnx.save(proto, tmp_path / "float.onnx")
     done = quantize_file(tmp_path / "float.onnx", tmp_path / "int8.onnx", "ort-cpu", [sample_image()])
-    assert done.matmuls == 8 and narrow_precision(tmp_path / "int8.onnx") == "int8"
+    assert done.matmuls == 8 and inspect_onnx(tmp_path / "int8.onnx").precision == "int8"
     before, after = (inspect_onnx(tmp_path / f"{name}.onnx") for name in ("float", "int8"))
     changed = {"precision": "int8", "target": "ort-cpu", "eight_bit": {"matmuls": 8, "in_float": []}}
     assert after.metadata == before.metadata | changed and after.data_config == before.data_config is not None

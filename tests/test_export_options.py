@@ -25,6 +25,7 @@ from vit_fast.export import OnnxRunner, export_onnx, graphs, inspect_onnx
 from vit_fast.export.options import BUDGETS
 from vit_fast.export.preprocessing import preprocessing_model
 from vit_fast.export.report import loss_of
+from vit_fast.libraries.interface.image_model import Outputs
 from vit_fast.libraries.known import recognize
 
 CENTER = DataConfig(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), crop_pct=0.875, interpolation="bilinear")
@@ -116,7 +117,7 @@ def test_features_of_transformers_are_the_class_token() -> None:
     images = torch.randn(1, 3, 32, 32)
     with torch.inference_mode():
         expected = model.vit(images).last_hidden_state[:, 0]
-        torch.testing.assert_close(recognize(model).forward(images, "features"), expected)
+        torch.testing.assert_close(recognize(model).outputs(images, Outputs(names=("features",)))["features"], expected)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])

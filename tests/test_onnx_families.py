@@ -14,9 +14,9 @@ import torch
 from onnx_models import FAMILIES, make
 
 import vit_fast
-from vit_fast.export import OnnxRunner, export_onnx, graphs
+from vit_fast.export import OnnxRunner, export_onnx, inspect_onnx
 from vit_fast.export.options import newest_opset
-from vit_fast.export.runtime.metadata import narrow_precision
+from vit_fast.libraries.interface.image_model import Outputs
 from vit_fast.libraries.known import recognize
 
 RUNS_NEWEST = onnxruntime.__version__ >= "1.24"  # 1.23 loads no opset beyond 23
@@ -57,12 +57,11 @@ def test_family(family: str, opset: int, precision: Any, target: Any, tmp_path: 
     assert kinds.count("LayerNormalization") >= 4 and "ReduceMean" not in kinds[5:-5]
     packed = [t.name for t in proto.graph.initializer if len(t.dims) == 2 and t.dims[1] == 3 * t.dims[0]]
     assert len(packed) == 2, "q, k and v are one matmul, whatever the library"
-    assert narrow_precision(tmp_path / "m.onnx") == (None if precision == "fp32" else precision)
+    assert inspect_onnx(tmp_path / "m.onnx").precision == (None if precision == "fp32" else precision)
 
     images = torch.randn(5, 3, 32, 32)
     with torch.inference_mode():
-        known = recognize(model)
-        expected = known.forward(images, "logits" if known.num_classes else "features").numpy()
+        (expected,) = (y.numpy() for y in recognize(model).outputs(images, Outputs()).values())
     got, largest = OnnxRunner(tmp_path / "m.onnx", "cpu")(images.numpy()), max(1, np.abs(expected).max())
     assert got.dtype == np.float32 and expected.std() > 0.01
     np.testing.assert_allclose(got, expected, rtol=0, atol=largest * (2e-5 if precision == "fp32" else 2e-2))
@@ -90,19 +89,3 @@ def test_every_missing_fusion_is_a_visible_line(tmp_path: Path) -> None:
     (attention,) = [f for f in report.fusions if f.name == "MultiHeadAttention"]
     assert (attention.fused, attention.wanted) == (2, 3)
     assert any("MultiHeadAttention: 2 of 3" in warning for warning in report.warnings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"target": "tensorrt", "precision": "fp16"}, {"target": "ort-cpu"}, {"opset": 23}])
-@pytest.mark.parametrize("family", ["timm-siglip", "transformers-dinov2"])
-def test_skipped_decompositions_change_nothing(
-    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A graph without operators to decompose is exported as it is."""
-    contents, outputs, found = [], [], graphs.calls_any
-    for always in (False, True):
-        monkeypatch.setattr(graphs, "calls_any", lambda *given, always=always: always or found(*given))
-        export_onnx(make(family), path := tmp_path / f"{always}.onnx", verify=False, **options)
-        contents.append([(node.op_type, list(node.attribute)) for node in onnx.load(path).graph.node])
-        outputs.append(OnnxRunner(path, "cpu")(np.ones((2, 3, 32, 32), np.float32)))
-    assert contents[0] == contents[1] and (outputs[0] == outputs[1]).all()

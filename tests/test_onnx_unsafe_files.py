@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 from pathlib import Path
@@ -61,12 +60,6 @@ def test_damaged_metadata(key: str, value: str, message: str, exported: Any, tmp
 def test_a_card_of_damaged_metadata(exported: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="its metadata is damaged: KeyError"):
         write_card(with_metadata(exported("plain"), tmp_path / "m.onnx", "verification", "{}"))
-
-
-def test_a_card_of_former_field_names(exported: Any, tmp_path: Path) -> None:
-    facts = json.dumps({"products": 7, "kept": ["head"], "methods": {}})
-    card = write_card(with_metadata(exported("plain"), tmp_path / "m.onnx", "eight_bit", facts))
-    assert "7 MatMuls; in float, to limit the error: head" in card.read_text()
 
 
 def test_names_in_a_file_are_text(exported: Any, tmp_path: Path) -> None:

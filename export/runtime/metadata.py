@@ -120,7 +120,8 @@ class OnnxInfo:
     preprocess: bool = False  # the file contains the preprocessing and takes uint8 pixels
     class_names: tuple[str, ...] | None = None  # None if unknown
     output: str | None = None  # kind of the most important output, e.g. "logits"; None if unknown
-    fp8: bool = False  # weights are in e4m3
+    precision: str | None = None  # number format of most weights: int8, fp8, fp16 or bf16; None for fp32 or wider
+    fp8: bool = False  # some weights are in e4m3
     metadata: dict[str, Any] = field(default_factory=dict)  # other fields of export_onnx, or all of another exporter
 
     def to_dict(self) -> dict[str, Any]:
@@ -169,6 +170,9 @@ def inspect_onnx(path: str | Path) -> OnnxInfo:
     """
     proto = read_proto(path)
     initializers = {tensor.name for tensor in proto.graph.initializer}  # old files list them as inputs, too
+    sizes: Counter[str | None] = Counter()
+    for tensor in proto.graph.initializer:
+        sizes[NARROW.get(onnx.TensorProto.DataType.Name(tensor.data_type))] += math.prod(tensor.dims)
     info = OnnxInfo(
         path=str(path),
         producer=f"{proto.producer_name} {proto.producer_version}".strip() or "unknown",
@@ -177,7 +181,8 @@ def inspect_onnx(path: str | Path) -> OnnxInfo:
         outputs=[_describe_value(v) for v in proto.graph.output],
         nodes=dict(Counter(node.op_type for node in proto.graph.node).most_common()),
         ir_version=proto.ir_version,
-        fp8=any(tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN for tensor in proto.graph.initializer),
+        precision=max(sizes, key=lambda name: sizes[name], default=None),
+        fp8="fp8" in sizes,
     )
     properties = {entry.key: entry.value for entry in proto.metadata_props}
     own = {key.removeprefix(PREFIX): value for key, value in properties.items() if key.startswith(PREFIX)}
@@ -200,14 +205,6 @@ def inspect_onnx(path: str | Path) -> OnnxInfo:
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise damaged(path, error) from None
     return info
-
-
-def narrow_precision(path: str | Path) -> str | None:
-    """Returns the number format of most weights: "int8", "fp8", "fp16", "bf16"; None for fp32 or wider."""
-    sizes: Counter[str | None] = Counter()
-    for tensor in read_proto(path).graph.initializer:
-        sizes[NARROW.get(onnx.TensorProto.DataType.Name(tensor.data_type))] += math.prod(tensor.dims)
-    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def damaged(path: str | Path, error: object) -> ModelFileError:

@@ -67,8 +67,12 @@ def reasons_against(kind: str) -> list[str]:
 def open_session(
     path: Path, kind: str = "cpu", index: int = 0, *,
     threads: int | None = None, optimize: bool = True, cuda_graph: bool = False, fp8: bool = False,
+    prepack: bool = True,
 ) -> Any:  # fmt: skip
-    """Opens a session with the provider of a device first; see OnnxRunner for arguments and errors."""
+    """Opens a session with the provider of a device first; see OnnxRunner for arguments and errors.
+
+    `prepack` copies weights into a faster layout.
+    """
     import onnxruntime
 
     if reasons := reasons_against(kind):
@@ -79,6 +83,7 @@ def open_session(
     settings.add_session_config_entry("session.force_spinning_stop", "1")
     if threads is not None:
         settings.intra_op_num_threads = threads
+    settings.add_session_config_entry("session.disable_prepacking", str(int(not prepack)))
     if fp8:  # ONNX Runtime 1.31 on a CPU would fuse QDQ and MatMul into an operator that does not support e4m3
         settings.add_session_config_entry("session.disable_quant_qdq", "1")
     if not optimize:

@@ -46,8 +46,11 @@ class OnnxFile(nn.Module):
         self.device = torch.device(device)
         threads = torch.get_num_threads() if self.device.type == "cpu" else None
         self.runner = OnnxRunner(self.path, str(self.device), threads=threads, image_hw=image_hw)
-        parts = b"".join(part.read_bytes() for part in parts_of(self.path))
-        self._digest = hashlib.sha256(parts).hexdigest()[:16]
+        content = hashlib.sha256()
+        for part in parts_of(self.path):
+            with part.open("rb") as file:
+                hashlib.file_digest(file, lambda: content)  # reads in pieces
+        self._digest = content.hexdigest()[:16]
         self.eval()
 
     def get_extra_state(self) -> str:

@@ -83,10 +83,6 @@ class ImageModel:
             data_config = dataclasses.replace(data_config, mean=zeros, std=scale)
         self.data_config = data_config
 
-    def forward(self, images: Tensor, output: Output, dynamic_size: bool = False) -> Tensor:
-        """Maps images [B, in_chans, height, width] to logits, probabilities or pooled features [B, ...]."""
-        return self.outputs(images, Outputs(names=(output,)), dynamic_size)[output]
-
     def outputs(self, images: Tensor, wanted: Outputs, dynamic_size: bool = False) -> dict[str, Tensor]:
         """Maps images [B, in_chans, height, width] to the requested outputs.
 
