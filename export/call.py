@@ -143,8 +143,7 @@ def call_of(model: nn.Module, example: Any, options: ExportOptions) -> Call:
     by_name = isinstance(example, Mapping) and (takes_any or set(example) <= set(parameters))
     args, kwargs = ((), dict(example)) if by_name else (example if isinstance(example, tuple) else (example,), {})
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    leaves = [x.detach().cpu() if isinstance(x, Tensor) else x for x in leaves]
-    leaves = [x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
+    leaves = [cast([x.detach().cpu()], torch.float32)[0] if isinstance(x, Tensor) else x for x in leaves]
     indexed, by_keyword = pytree.tree_unflatten(list(range(len(leaves))), spec)
     bound = inspect.signature(model.forward).bind(*indexed, **by_keyword).arguments
     names = {i: name for name, i in named(dict(bound), "") if isinstance(leaves[i], Tensor)}

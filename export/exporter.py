@@ -100,6 +100,8 @@ def export_onnx(
     """
     check_type("model", model, nn.Module)
     check_type("layers", layers, list, tuple)
+    check_type("output", output, str, list, tuple, type(None))
+    names: Any = (output,) if isinstance(output, str) else tuple(output or ())
     path = Path(path)
     if path.suffix != ".onnx":
         raise ValueError(f"path must end in .onnx, got {str(path)!r}")
@@ -108,7 +110,7 @@ def export_onnx(
     options = ExportOptions(
         opset=opset, ir_version=ir_version, dynamic_batch=dynamic_batch, dynamic_size=dynamic_size,
         precision=precision, preprocess=preprocess, target=target, external_data=external_data,
-        outputs=Outputs(names=_names(output), layers=tuple(layers), normed=normed, spatial=spatial),
+        outputs=Outputs(names=names, layers=tuple(layers), normed=normed, spatial=spatial),
     )  # fmt: skip
     if runs_in_fp8(model):
         reason = "the model must not be in FP8 already: pass the original model, and export with precision='fp8'"
@@ -120,7 +122,7 @@ def export_onnx(
         raise UnsupportedInputError(error.what, [*error.reasons, *advice]) from None
     vit = call.vit
     _complete(call, data_config, class_names)
-    measured, verified, whole = _images(options, calibration, images, verify)
+    measured, verified, whole = _images(call, calibration, images, verify)
     if verify and precision == "bf16" and (reasons := reasons_against("cuda")):
         reasons = [f"ONNX Runtime runs bf16 on CUDA only, but {reason}" for reason in reasons]
         reasons.append("to export without verification, pass verify=False (--no-verify)")
@@ -186,29 +188,27 @@ def _complete(call: Call, data_config: DataConfig | Mapping[str, Any] | None, na
 
 
 def _images(
-    options: ExportOptions, calibration: Iterable[str | Path] | None, images: Iterable[str | Path] | None, verify: bool
+    call: Call, calibration: Iterable[str | Path] | None, images: Iterable[str | Path] | None, verify: bool
 ) -> tuple[list[Image.Image], list[Image.Image], int]:
-    """Returns images for calibration and for verification, and how many of the latter are not random crops."""
+    """Returns images for calibration and for verification, and how many of the latter are not random crops.
+
+    Copies of the example replace them if the model takes no images.
+    """
+    options = call.options
     if not options.is_eight_bit and calibration is not None:
         raise ValueError(f"calibration images require precision int8, int8-dynamic or fp8, got {options.precision}")
-    if options.needs_calibration and calibration is None:
+    if options.needs_calibration and calibration is None and call.images is not None:
         raise ValueError(f"calibration (--calibrate) must be image files or folders for {options.precision}, got None")
-    files = [] if calibration is None else find_images(calibration)
-    measured = [] if calibration is None else read_images(files, CALIBRATION_IMAGES)
+    files = None if calibration is None else find_images(calibration)
+    measured = read_images(files, CALIBRATION_IMAGES) if files is not None or options.needs_calibration else []
     if not verify:
         return measured, [], 0
-    given = (left_over(files, CALIBRATION_IMAGES) or None) if images is None else find_images(images)
+    given = (left_over(files or (), CALIBRATION_IMAGES) or None) if images is None else find_images(images)
     # 8-bit precisions need many images, because the class changes rarely
     count = HELD_OUT_IMAGES if options.is_eight_bit else IMAGES
     if given:  # read_images adds random crops only up to IMAGES
         count = min(count, max(IMAGES, len(given)))
     return measured, read_images(given, count, seed=1), min(count, len(given or [None]))
-
-
-def _names(output: Output | Sequence[Output] | None) -> tuple[Output, ...]:
-    check_type("output", output, str, list, tuple, type(None))
-    names: Any = (output,) if isinstance(output, str) else tuple(output or ())
-    return names
 
 
 def _batches(call: Call, images: list[Image.Image]) -> list[Batch]:

@@ -176,21 +176,13 @@ class _Exported(nn.Module):
 
     def __init__(self, call: Call) -> None:
         super().__init__()
-        self.model = call.vit.model
-        names = tuple("logits" if name == "probabilities" else name for name in call.options.outputs.names)
-        self._in_fp32 = names != call.options.outputs.names  # the softmax of probabilities
-        wanted = dataclasses.replace(call.options.outputs, names=names)
-        self._call = dataclasses.replace(call, options=dataclasses.replace(call.options, outputs=wanted))
+        self.model, self._call = call.vit.model, call
         self.outputs = SimpleNamespace(names=[])  # torch.export would restore an attribute that is a list
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         found = self._call(cast(inputs, DTYPES[self._call.options.dtype]))
-        results = {name: y.float() if y.is_floating_point() else y for name, y in found.items()}
-        if self._in_fp32:
-            results = {("probabilities" if name == "logits" else name): y for name, y in results.items()}
-            results["probabilities"] = results["probabilities"].softmax(-1)
-        self.outputs.names = list(results)
-        return tuple(results.values())
+        self.outputs.names = list(found)
+        return tuple(cast(list(found.values()), torch.float32))
 
 
 def capture(call: Call) -> ir.Model:

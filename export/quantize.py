@@ -299,4 +299,6 @@ def _quantized(graph: ir.Graph, value: Any, scheme: Scheme, ranges: Mapping[str,
     parts = [add_constant(graph, array, f"{value.name}_{name}") for name, array in arrays.items()]
     if weight is None:
         parts.insert(0, append(graph, "QuantizeLinear", value, *parts))
-    return append(graph, "DequantizeLinear", *parts, axis=1) if ranges else parts
+    if not ranges:
+        return parts
+    return append(graph, "DequantizeLinear", *parts, **({"axis": 1} if arrays["scale"].ndim else {}))

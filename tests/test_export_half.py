@@ -11,10 +11,8 @@ import pytest
 import torch
 from digits import digits_vit, held_out
 from onnx.reference import ReferenceEvaluator
-from onnx_models import FAMILIES, make
 
 from vit_fast.apps.data import sample_image
-from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import export_onnx
 
 TARGETS: dict[str, dict[str, Any]] = {
@@ -62,25 +60,6 @@ def test_layers_that_overflow_stay_in_fp32(target: str, change: Any, tmp_path: P
         np.testing.assert_allclose(got, model(images), atol=0.02 * model(images).abs().max().item())
     halves = [t for t in onnx.load(tmp_path / "m.onnx").graph.initializer if t.data_type == onnx.TensorProto.FLOAT16]
     assert len(halves) > 20, "the other layers stay in fp16"
-
-
-@pytest.mark.fast_cases("vit", "timm-siglip")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ordinary_models_stay_in_fp16(family: str, tmp_path: Path) -> None:
-    report = export_onnx(make(family), tmp_path / "m.onnx", precision="fp16", target="tensorrt")
-    assert report.verified and report.in_fp32 == ()
-    assert {t.data_type for t in onnx.load(tmp_path / "m.onnx").graph.initializer} <= {
-        onnx.TensorProto.FLOAT16, onnx.TensorProto.INT64,
-    }  # fmt: skip
-
-
-@torch.no_grad()
-def test_parameters_that_fp16_cannot_represent(tmp_path: Path) -> None:
-    model = digits_vit()
-    model.blocks[2].mlp.fc1.bias[0] = 7e4
-    with pytest.raises(UnsupportedInputError, match=r"blocks\.2\.mlp\.fc1\.bias must not exceed 65504, got 70000"):
-        export_onnx(model, tmp_path / "m.onnx", precision="fp16")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -44,7 +44,10 @@ def test_family(family: str, opset: int, precision: Any, target: Any, tmp_path: 
     model = make(family)
     report = export_onnx(model, tmp_path / "m.onnx", opset=opset, precision=precision, target=target)
     assert report.verified and [(check.images, check.batch) for check in report.checks] == [(8, 4)]
+    assert report.in_fp32 == (), "ordinary values do not overflow"
     proto = onnx.load(tmp_path / "m.onnx")
+    halves = {onnx.TensorProto.FLOAT16, onnx.TensorProto.INT64}
+    assert precision == "fp32" or {tensor.data_type for tensor in proto.graph.initializer} <= halves
     assert {entry.domain: entry.version for entry in proto.opset_import}[""] == opset
     kinds = [node.op_type for node in proto.graph.node]
     attentions = 3 if family in ("siglip", "timm-siglip") else 2

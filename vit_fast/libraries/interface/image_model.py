@@ -117,7 +117,9 @@ class ImageModel:
             if name == "tokens":
                 results |= self._separated(found["tokens"], "tokens", "prefix_tokens", images, wanted.spatial)
             else:
-                results[name] = found[source].softmax(-1) if name == "probabilities" else found[source]
+                y = found[source]
+                in_fp32 = torch.promote_types(y.dtype, torch.float32)
+                results[name] = y.softmax(-1, in_fp32) if name == "probabilities" else y
         order = list(calls)
         for i in sorted({layer % len(blocks) for layer in wanted.layers}):
             y = calls[blocks[i]]
