@@ -23,8 +23,8 @@ from google.protobuf import text_encoding
 from vit_fast.errors import UnsupportedInputError, check_choice, check_integer
 from vit_fast.files import file_aside, folder_aside
 
-from .report import Accuracy, Check, Quantized
 from .runtime.metadata import (
+    CHECKED,
     ModelFileError,
     OnnxInfo,
     copy_model,
@@ -44,7 +44,6 @@ TARGET_DEVICES = {"ort-cpu": "cpu", "ort-cuda": "gpu", "tensorrt": "gpu"}
 ACCELERATOR_MODES = {"fp32": "FP32", "fp16": "FP16", "int8": "INT8"}
 QUEUE_DELAY_US = 500
 LABELS = "labels.txt"
-CHECKED = ("verification", "accuracy", "eight_bit")  # metadata in the section "Checked" of a card
 PROFILE = (("min", 1, 0.5), ("opt", 8, 1.0), ("max", 64, 2.0))
 """Batch sizes of an engine and, for images of any size, their sides relative to the model's image size."""
 
@@ -201,10 +200,8 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
     if (card := path.with_suffix(".md")) == path:
         raise ValueError(f"path must not end in .md, the suffix of the card, got {path}")
     info, files = inspect_onnx(path), parts_of(path)
-    try:
-        checked = _checked(info.metadata)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:  # metadata of another structure
-        raise damaged(path, repr(error)) from None
+    if not isinstance(checked := info.metadata.get("checked", {"verification": "unknown"}), dict):
+        raise damaged(path, f"checked must be a dict, got {checked!r}")
     facts = {"license": license_name or "unknown: ask the source of the weights"} | info.facts()
     hashes = []
     for file in files:
@@ -212,7 +209,7 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
             hashes.append((file.name, file.stat().st_size, hashlib.file_digest(content, "sha256").hexdigest()))
     lines = ["---", f"license: {license_name or 'unknown'}", "library_name: onnx", "---", "", f"# {path.name}", ""]
     lines += _markdown(("field", "value"), [row for row in facts.items() if row[0] not in (*CHECKED, "config")])
-    lines += ["", "## Checked", "", *checked, "", "## Run", ""]
+    lines += ["", "## Checked", "", *_markdown(("check", "result"), checked.items()), "", "## Run", ""]
     lines += ["    from vit_fast.export import OnnxRunner", ""]
     lines.append(f'    probabilities = OnnxRunner("{path.name}").probabilities([image])')
     if info.metadata.get("target") == "tensorrt":
@@ -226,18 +223,3 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
 def _markdown(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
     cells = [[" ".join(shortened(cell).split()).replace("|", "\\|") for cell in row] for row in rows]
     return [f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *cells)]
-
-
-def _checked(facts: dict[str, Any]) -> list[str]:
-    verification, accuracy, eight_bit = (facts.get(name) for name in CHECKED)
-    lines = ["Not verified."]
-    if isinstance(verification, dict):
-        checks = [Check(**check) for check in verification["checks"]]
-        device = f" on {verification['device']}" if "device" in verification else ""
-        lines = [f"Compared with {verification['reference']}{device}; allowed: {verification['budget']}.", ""]
-        lines += [f"- {check.title()}: {check.line()}" for check in checks]
-    if accuracy:
-        lines += ["", f"On labeled images: {Accuracy(**accuracy).line()}."]
-    if eight_bit:
-        lines += ["", f"In 8 bits: {Quantized(**eight_bit).line()}."]
-    return lines

@@ -158,8 +158,9 @@ def quantize_file(source: Path, path: Path, target: Target, files: Sequence[Path
     facts = dict(graph.metadata_props)
     made, done = quantize(graph, options, [one.numpy() for one in inputs.split(size)], ())
     if any(key.startswith(PREFIX) for key in facts):  # the checks were those of the float file
-        changed = {"precision": "int8", "target": target, "verification": "not verified", "eight_bit": asdict(done)}
-        facts |= {PREFIX + key: json.dumps(value) for key, value in (changed | {"accuracy": None}).items()}
+        changed: dict[str, Any] = {"precision": "int8", "target": target, "verification": "not verified"}
+        changed |= {"eight_bit": asdict(done), "accuracy": None, "checked": {"verification": "not verified"}}
+        facts |= {PREFIX + key: json.dumps(value) for key, value in changed.items()}
     made.metadata_props.update(facts)
     save(made, path)
     return done

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .runtime.metadata import CLASSES, two_columns
+from .runtime.metadata import CHECKED, CLASSES, two_columns
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -142,12 +142,23 @@ class ExportReport:
         """The largest max_error of all checks; None without checks."""
         return max((check.max_error for check in self.checks), default=None)
 
+    def checked(self) -> dict[str, str]:
+        """Returns the measurements of the file, in words."""
+        rows = {
+            "verification": f"on {self.device}; allowed: {self.budget}" if self.checks else "not verified",
+            **{check.title(): f"{check.line()} against {self.reference}" for check in self.checks},
+            "accuracy": self.accuracy and self.accuracy.line(),
+            "8-bit": self.eight_bit and self.eight_bit.line(),
+            "in fp32, because fp16 may overflow": "; ".join(self.in_fp32),
+        }
+        return {name: text for name, text in rows.items() if text}
+
     def measured(self) -> dict[str, Any]:
         """Returns the measurements of the file for its metadata."""
         facts = asdict(self)
         verification = {name: facts[name] for name in ("reference", "device", "budget", "checks")}
-        facts["verification"] = verification if self.checks else "not verified"
-        return {name: facts[name] for name in ("verification", "in_fp32", "eight_bit", "accuracy")}
+        facts |= {"verification": verification if self.checks else "not verified", "checked": self.checked()}
+        return {name: facts[name] for name in CHECKED}
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"verified": self.verified, "max_error": self.max_error, "output": self.output}
@@ -164,12 +175,8 @@ class ExportReport:
             *((f"output {name}", str(shape)) for name, shape in self.outputs.items()),
             ("size", f"{self.bytes / 1e6:.1f} MB{beside}"),
             (f"{sum(self.nodes.values())} nodes", self.nodes),
-            ("in fp32, because fp16 may overflow", "; ".join(self.in_fp32)),
-            ("8-bit", self.eight_bit and self.eight_bit.line()),
             *(("fused", fusion.line()) for fusion in self.fusions if fusion.complete),
-            ("verified on", self.device),
-            *((f"verified: {check.title()}", f"{check.line()} against {self.reference}") for check in self.checks),
-            ("accuracy", self.accuracy and self.accuracy.line()),
+            *self.checked().items(),
             ("to build an engine", self.trtexec),
             *(("warning", warning) for warning in self.warnings),
         ]

@@ -155,11 +155,12 @@ def test_a_model_card(file: Exports, tmp_path: Path) -> None:
         content = (tmp_path / name).read_bytes()
         assert f"| {name} | {len(content)} | {hashlib.sha256(content).hexdigest()} |" in text
     for part in (
-        "| source | a test |", "| precision | fp32 |", "Compared with eager fp64", report.checks[-1].line(),
-        json.dumps(DATA_CONFIG.to_dict()), "trtexec --onnx=m.onnx --saveEngine=m.plan --stronglyTyped",
+        "| source | a test |", "| precision | fp32 |", f"{report.checks[-1].line()} against eager fp64",
+        "on CPU; allowed: max error", json.dumps(DATA_CONFIG.to_dict()),
+        "trtexec --onnx=m.onnx --saveEngine=m.plan --stronglyTyped",
     ):  # fmt: skip
         assert part in text
     assert text.startswith("---\nlicense: cc-by-4.0\n") and str(tmp_path) not in text
     text = write_card(file("pixels")).read_text()
-    assert "| preprocessing | in the file (uint8 input) |" in text and "Not verified." in text
+    assert "| preprocessing | in the file (uint8 input) |" in text and "| verification | not verified |" in text
     assert "license: unknown" in text and "trtexec" not in text

@@ -114,6 +114,7 @@ def test_a_file_with_a_batch_of_more_images_than_calibrate_it(exported: Any, tmp
     assert done.matmuls == 8 and inspect_onnx(tmp_path / "int8.onnx").precision == "int8"
     before, after = (inspect_onnx(tmp_path / f"{name}.onnx") for name in ("float", "int8"))
     changed = {"precision": "int8", "target": "ort-cpu", "eight_bit": {"matmuls": 8, "in_float": []}}
+    assert after.metadata["checked"] == {"verification": "not verified"}
     assert after.metadata == before.metadata | changed and after.data_config == before.data_config is not None
     images = torch.randn(40, 3, 32, 32)
     got, expected = (OnnxRunner(tmp_path / f"{name}.onnx", "cpu")(images) for name in ("int8", "float"))

@@ -58,8 +58,8 @@ def test_damaged_metadata(key: str, value: str, message: str, exported: Any, tmp
 
 
 def test_a_card_of_damaged_metadata(exported: Any, tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match="its metadata is damaged: KeyError"):
-        write_card(with_metadata(exported("plain"), tmp_path / "m.onnx", "verification", "{}"))
+    with pytest.raises(ModelFileError, match="its metadata is damaged: checked must be a dict"):
+        write_card(with_metadata(exported("plain"), tmp_path / "m.onnx", "checked", "[]"))
 
 
 def test_names_in_a_file_are_text(exported: Any, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PREFIX = "vit_fast."
+CHECKED = ("verification", "in_fp32", "eight_bit", "accuracy", "checked")  # metadata of measurements
 CLASSES = ("logits", "probabilities")  # outputs whose last axis is classes
 # Names of narrow dtypes of weights.
 NARROW = {"FLOAT16": "fp16", "BFLOAT16": "bf16", "INT8": "int8", "UINT8": "int8", "FLOAT8E4M3FN": "fp8"}
