@@ -282,12 +282,8 @@ def optimize(model: ir.Model, options: ExportOptions) -> list[Fusion]:
     common_passes.RemoveUnusedNodesPass()(model)
     common_passes.ClearMetadataAndDocStringPass()(model)
     counts = count_nodes(model)
-    producers = [
-        (node, node.inputs[0].producer()) for node in model.graph if node.inputs and node.inputs[0] is not None
-    ]
-    skips = [
-        node for node, first in producers if node.op_type == "LayerNormalization" and first and first.op_type == "Add"
-    ]
+    normed: list[Any] = [node.inputs[0] for node in model.graph if node.op_type == "LayerNormalization"]
+    skips = [x for x in normed if x.producer() and x.producer().op_type == "Add"]
     softmax = [node for node in model.graph if node.op_type == "Softmax" and not node.outputs[0].is_graph_output()]
     unfused = [
         (options.attention, len(softmax), "only scaled_dot_product_attention without a mask is fused"),

@@ -122,16 +122,21 @@ def test_a_file_with_a_batch_of_more_images_than_calibrate_it(exported: Any, tmp
 
 
 @pytest.mark.slow
-def test_int8_for_tensorrt_is_symmetric_in_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for a model whose weights do not fit into one file (the limit is lowered); they are then external."""
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_weights_that_do_not_fit_into_one_file(precision: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a lower limit, they are external, also in measurements and verification. int8 is symmetric, in fp16."""
     monkeypatch.setattr(graphs, "PROTOBUF_LIMIT", 1000)
-    images: dict[str, Any] = {"calibration": [sample_image()], "images": [sample_image()]}
-    given: dict[str, Any] = {"precision": "int8", "target": "tensorrt", "dynamic_batch": False}
-    report = export_onnx(digits_vit(), tmp_path / "m.onnx", **images, **given)
+    given: dict[str, Any] = {"precision": precision, "target": "tensorrt", "dynamic_batch": False}
+    given |= {"calibration": [sample_image()]} if precision == "int8" else {}
+    report = export_onnx(digits_vit(), tmp_path / "m.onnx", images=[sample_image()], **given)
+    inputs = held_out()[0][:1]
+    torch.testing.assert_close(OnnxRunner(tmp_path / "m.onnx", "cpu")(inputs), digits_vit()(inputs), atol=0.5, rtol=0)
     with pytest.raises(ValueError, match="exceed protobuf's limit of 2 GB per file"):
         export_onnx(digits_vit(), tmp_path / "inside.onnx", external_data=False)
     assert {path.name for path in tmp_path.iterdir()} == {"m.onnx", report.external_data}
     tensors = onnx.load(tmp_path / "m.onnx").graph.initializer
+    if precision == "fp16":
+        return
     zeros = [onnx.numpy_helper.to_array(tensor) for tensor in tensors if "_zero_point" in tensor.name]
     assert zeros and all(zero.dtype == np.int8 and not zero.any() for zero in zeros)
     assert {t.data_type for t in tensors if t.name.endswith("_scale")} == {onnx.TensorProto.FLOAT16}
