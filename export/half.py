@@ -10,7 +10,7 @@ graph in fp32 before operators are fused, and measures the largest magnitudes:
 A LayerNormalization computes its statistics in fp32 (stash_type = 1).
 
 These layers are not in bf16, although TensorRT supports fp16 and bf16 in one file. bf16 rounds values by up to 0.4 %,
-and a fp16 file may have errors of 0.5 %. ONNX Runtime has no bf16 on a CPU, so that such a file could not be verified
+and an fp16 file may have errors of 0.5 %. ONNX Runtime has no bf16 on a CPU, so that such a file could not be verified
 there. Only few layers overflow, so that their dtype hardly changes the time.
 """
 

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 PREFIX = "vit_fast."
 CHECKED = ("verification", "in_fp32", "eight_bit", "accuracy", "checked")  # metadata of measurements
 CLASSES = ("logits", "probabilities")  # outputs whose last axis is classes
-# Names of narrow dtypes of weights.
-NARROW = {"FLOAT16": "fp16", "BFLOAT16": "bf16", "INT8": "int8", "UINT8": "int8", "FLOAT8E4M3FN": "fp8"}
+KINDS = onnx.TensorProto
+NARROW = {  # number formats by dtype of weights
+    KINDS.FLOAT16: "fp16", KINDS.BFLOAT16: "bf16", KINDS.INT8: "int8", KINDS.UINT8: "int8", KINDS.FLOAT8E4M3FN: "fp8",
+}  # fmt: skip
 DTYPES = {"float": np.float32, "float16": np.float16, "double": np.float64, "uint8": np.uint8}
 
 
@@ -173,7 +175,7 @@ def inspect_onnx(path: str | Path) -> OnnxInfo:
     initializers = {tensor.name for tensor in proto.graph.initializer}  # old files list them as inputs, too
     sizes: Counter[str | None] = Counter()
     for tensor in proto.graph.initializer:
-        sizes[NARROW.get(onnx.TensorProto.DataType.Name(tensor.data_type))] += math.prod(tensor.dims)
+        sizes[NARROW.get(tensor.data_type)] += math.prod(tensor.dims)
     info = OnnxInfo(
         path=str(path),
         producer=f"{proto.producer_name} {proto.producer_version}".strip() or "unknown",
