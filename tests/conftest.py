@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,20 @@ def add(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setitem(candidates.CANDIDATES, name, named(name, build, **fields))
 
     return add
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A machine with two pretend GPUs, whose caches are small."""
+    if not INTERPRETED:
+        pytest.skip("needs Triton's interpreter, and a machine without a GPU")
+    from pretend_gpu import Machine
+
+    from vit_fast.measure import clock
+
+    monkeypatch.setattr(clock, "MIN_FLUSH_BYTES", 2**10)
+    with Machine(2, L2_cache_size=2**9).installed() as machine:
+        yield machine
 
 
 @pytest.fixture

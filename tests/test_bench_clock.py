@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from bench_support import NoisyClock
-from kernel_execution import HAS_GPU
 from pretend_gpu import HOST_MS, Machine
 
 from vit_fast.benchmarks import runner
@@ -142,22 +141,13 @@ def test_other_processes_and_the_quota_make_a_machine_busy(monkeypatch: pytest.M
     assert [share in reason for reason, share in zip(told["busy"], ("30%", "10%"), strict=True)] == [True, True]
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    if HAS_GPU:
-        pytest.skip("the pretend GPU needs a machine without a GPU")
-    monkeypatch.setattr(clock, "MIN_FLUSH_BYTES", 2**10)
-    with Machine(L2_cache_size=2**9).installed() as machine:
-        yield machine
-
-
-def call(gpu: Machine, host_ms: float, device_ms: float, waits: bool = False) -> Callable[[int], None]:
+def call(gpus: Machine, host_ms: float, device_ms: float, waits: bool = False) -> Callable[[int], None]:
     """A call of ten launches that together take these times; one that waits reads a result at its end."""
 
     def run(_: int) -> None:
         for _ in range(10):
-            gpu.host_ms += host_ms / 10 - HOST_MS
-            gpu.work(0, device_ms / 10, "launch")
+            gpus.host_ms += host_ms / 10 - HOST_MS
+            gpus.work(0, device_ms / 10, "launch")
         if waits:
             torch.cuda.synchronize()
 
@@ -165,35 +155,35 @@ def call(gpu: Machine, host_ms: float, device_ms: float, waits: bool = False) ->
 
 
 @pytest.mark.parametrize(("host_ms", "device_ms"), [(0.02, 5.0), (0.7, 0.1), (43.0, 60.0)])
-def test_hidden_launches_leave_the_devices_time(gpu: Machine, host_ms: float, device_ms: float) -> None:
+def test_hidden_launches_leave_the_devices_time(gpus: Machine, host_ms: float, device_ms: float) -> None:
     """Neither the flush nor the sleep is counted, also if the host needs many times longer than the device."""
-    run = call(gpu, host_ms, device_ms)
+    run = call(gpus, host_ms, device_ms)
     found, again = time_interleaved({"a": run, "again": run}, "cuda", QUICK).values()
     assert found.ms == again.ms == pytest.approx(device_ms, rel=1e-9)
     assert found.hosts_ms[0] == pytest.approx(host_ms, rel=1e-9)
-    assert not found.host_bound and gpu.counts["aten::zero_"] >= 2 * len(found)
+    assert not found.host_bound and gpus.counts["aten::zero_"] >= 2 * len(found)
 
 
-def test_counted_launches_are_the_slower_of_host_and_device(gpu: Machine) -> None:
-    found = time_interleaved({"host": call(gpu, 11.0, 1.0), "device": call(gpu, 0.1, 5.0)}, "cuda", COUNTED)
+def test_counted_launches_are_the_slower_of_host_and_device(gpus: Machine) -> None:
+    found = time_interleaved({"host": call(gpus, 11.0, 1.0), "device": call(gpus, 0.1, 5.0)}, "cuda", COUNTED)
     assert (found["host"].ms, found["device"].ms) == pytest.approx((11.0 + 0.1, 5.0 + 0.01), rel=1e-6)
     assert found["host"].hosts_ms[0] == pytest.approx(11.0) and not found["host"].host_bound
-    assert not gpu.counts["aten::zero_"]
+    assert not gpus.counts["aten::zero_"]
 
 
-def test_calls_that_wait_for_the_device_are_host_bound_and_do_not_affect_others(gpu: Machine) -> None:
-    found = time_interleaved({"waits": call(gpu, 0.7, 0.1, waits=True), "a": call(gpu, 0.7, 0.1)}, "cuda", QUICK)
+def test_calls_that_wait_for_the_device_are_host_bound_and_do_not_affect_others(gpus: Machine) -> None:
+    found = time_interleaved({"waits": call(gpus, 0.7, 0.1, waits=True), "a": call(gpus, 0.7, 0.1)}, "cuda", QUICK)
     assert found["waits"].host_bound and not found["a"].host_bound
     assert found["waits"].ms == pytest.approx(found["waits"].hosts_ms[-1]) == pytest.approx(0.71)
     assert found["a"].ms == pytest.approx(0.1)
 
 
-def test_a_delay_of_the_host_is_hidden_by_a_longer_sleep(gpu: Machine) -> None:
-    plain, delays_ms = call(gpu, 0.5, 0.1), iter([0.0] * 7 + [1.2] * 2)
+def test_a_delay_of_the_host_is_hidden_by_a_longer_sleep(gpus: Machine) -> None:
+    plain, delays_ms = call(gpus, 0.5, 0.1), iter([0.0] * 7 + [1.2] * 2)
 
     def delayed(number: int) -> None:
         plain(number)
-        gpu.host_ms += next(delays_ms, 0.0)
+        gpus.host_ms += next(delays_ms, 0.0)
 
     found = time_interleaved({"a": delayed}, "cuda", QUICK)["a"]
     assert not found.host_bound and found == pytest.approx([0.1] * len(found))

@@ -20,35 +20,42 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import children
 import pretend_gpu
 import pytest
 import torch
 from kernel_execution import INTERPRETED
+from pretend_cuda import write_python
 from pretend_gpu import Machine
 
-from vit_fast.benchmarks import gpu_check, preparation, records, runner
+from vit_fast.benchmarks import candidates, gpu_check, preparation, records, runner
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.gpu_check import Found, Job
 from vit_fast.benchmarks.models import Group
 from vit_fast.benchmarks.records import Journal
-from vit_fast.measure import clock
+from vit_fast.measure import candidate, clock
 from vit_fast.measure.clock import Protocol
 from vit_fast.ops.backends import triton_unavailable_reasons
 
 BENCH = {"models": ["mlp:5x16x32"], "candidates": ["eager"], "batch_sizes": [2], "dtypes": ["fp32"], "device": "cpu"}
+JOURNAL = "import os, sys, pathlib, time; path = pathlib.Path(sys.argv[1], '0.partial', 'rows.jsonl')\n"
+# of a process that gets no further; its record cannot be read, because it was killed before it wrote the configuration
+RESUMED = """path.parent.mkdir(exist_ok=True); path.open('a').write('{"kind": "resumed"}'); os._exit(9)"""
 
 
 @pytest.mark.parametrize(
     ("script", "outcome"),
     [
         ("print('printed')", "measured"),
-        ("import os; os.abort()", "failed: exit status -6; see log.txt"),
-        ("import time; time.sleep(900)", "failed: timed out after 1 s; see log.txt"),
+        ("os.abort()", "failed: exit status -6; see log.txt"),
+        ("time.sleep(900)", "failed: timed out after 1 s; see log.txt"),
+        (RESUMED, "failed: exit status 9; see log.txt"),
     ],
 )
 def test_outcome_of_a_job(script: str, outcome: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(Job, "command", lambda *_: [sys.executable, "-c", script])
+    monkeypatch.setattr(Job, "command", lambda job, folder, _: [sys.executable, "-c", JOURNAL + script, str(folder)])
     monkeypatch.setattr(gpu_check, "outcome_of", lambda rows: "measured")
     job, limit_s = Job("mlp", "m", 1.0, runs=(BENCH,)), 1.0 if "sleep" in script else 300.0
     assert gpu_check.perform(job, tmp_path / "job", limit_s) == {"outcome": outcome}
@@ -57,8 +64,7 @@ def test_outcome_of_a_job(script: str, outcome: str, tmp_path: Path, monkeypatch
 def test_a_process_that_ends_early_is_resumed_and_an_earlier_record_is_kept(tmp_path: Path, monkeypatch) -> None:
     row = '{"kind": "row"}'
     script = (
-        "import os, sys, pathlib; path = pathlib.Path(sys.argv[1], '0.partial', 'rows.jsonl')\n"
-        "path.parent.mkdir(exist_ok=True); text = path.read_text() if path.exists() else ''\n"
+        f"{JOURNAL}path.parent.mkdir(exist_ok=True); text = path.read_text() if path.exists() else ''\n"
         f"path.write_text(text + '{row}'); len(text) > 20 or os.abort()"
     )
     monkeypatch.setattr(Job, "command", lambda job, new, limit_s: [sys.executable, "-c", script, str(new)])
@@ -69,18 +75,6 @@ def test_a_process_that_ends_early_is_resumed_and_an_earlier_record_is_kept(tmp_
         found = gpu_check.perform(Job("mlp", "m", 1.0, runs=(BENCH,)), tmp_path / "job", 300.0)
         assert found == {"outcome": "measured"} and len([*tmp_path.iterdir()]) == int(folder[4:] or 0) + 1
         assert (tmp_path / folder / "0.partial" / "rows.jsonl").read_text() == 3 * row
-
-
-def test_a_process_that_gets_no_further_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its record cannot be read, because it was killed before it wrote the configuration."""
-    script = (
-        "import os, sys, pathlib; path = pathlib.Path(sys.argv[1], '0.partial', 'rows.jsonl'); print('started')\n"
-        """path.parent.mkdir(exist_ok=True); path.open('a').write('{"kind": "resumed"}'); os._exit(9)"""
-    )
-    monkeypatch.setattr(Job, "command", lambda job, new, limit_s: [sys.executable, "-c", script, str(new)])
-    found = gpu_check.perform(Job("mlp", "m", 1.0, runs=(BENCH,)), tmp_path / "job", 300.0)
-    assert found == {"outcome": "failed: exit status 9; see log.txt"}
-    assert (tmp_path / "job" / "log.txt").read_text() == "started\n"
 
 
 def test_a_process_that_cannot_be_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,20 +170,11 @@ def test_the_kernels_of_a_block_are_compared_with_the_model(tmp_path: Path, monk
     ]
     block = [["_matmul_kernel", 5.0], ["_attention_fwd_kernel", 8.0]]
     launches = [["cublas", 9.0], ["_layer_norm_kernel", 1.0], *block, *block, ["_matmul_kernel", 1.0]]
-    rows = [
-        {
-            "status": "measured",
-            "model": "m",
-            "dtype": "bf16",
-            "precision": "bf16",
-            "data": "device",
-            "img_size": [224, 224],
-            "candidate": "c",
-            "batch": 8,
-            "explained": {"launches": launches},
-        }
-    ]
-    record = {"format": records.FORMAT, "machine": {"gpu": {"capability": "9.0"}}, "rows": rows}
+    row = {
+        "status": "measured", "model": "m", "dtype": "bf16", "precision": "bf16", "data": "device", "candidate": "c",
+        "img_size": [224, 224], "batch": 8, "explained": {"launches": launches},
+    }  # fmt: skip
+    record = {"format": records.FORMAT, "machine": {"gpu": {"capability": "9.0"}}, "rows": [row]}
     (tmp_path / "ViT-B_kernels" / "0").mkdir(parents=True)
     (tmp_path / "ViT-B_kernels" / "0" / "record.json").write_text(json.dumps(record))
     done = SimpleNamespace(stdout=json.dumps({"launches": estimated}))
@@ -323,6 +308,30 @@ def test_rows_survive_ten_kills_at_random_times(check: Callable[..., Forked], tm
     assert rows_in(tmp_path / "unpacked" / "out") == found
 
 
+@pytest.mark.slow(minutes=True)
+@pytest.mark.parametrize("name", [job.name for job in gpu_check.JOBS if job.runs])
+def test_every_benchmark_runs_on_a_pretend_gpu(name: str, check: Callable[..., Forked], tmp_path: Path) -> None:
+    assert check(name).wait() == 0
+    out, (job,) = tmp_path / "out", [job for job in gpu_check.JOBS if job.name == name]
+    (row,) = json.loads((out / "summary.json").read_text())["rows"]
+    assert (row["name"], row["outcome"]) == (name, "measured")
+    found = rows_in(out)
+    assert {"measured"} <= {*found.values()} <= {"measured", "unsupported", "not installed"}
+    missing = {one for run in job.runs for one in run["candidates"] if not any(f"'{one}'" in key for key in found)}
+    assert not missing
+    if name == gpu_check.MODEL_JOB:
+        assert "1 blocks; measured, estimated us" in (out / "model.txt").read_text()
+
+
+@pytest.mark.slow(minutes=True)
+@pytest.mark.parametrize("job", gpu_check.JOBS[:2], ids=lambda job: job.name)
+def test_the_first_tests_pass_on_a_pretend_gpu(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(write_python(tmp_path)))
+    monkeypatch.setenv("PRETEND_GPU", "{}")
+    found = gpu_check.perform(job, tmp_path / "job", 1e4)
+    assert found["outcome"] == "passed" and re.match(r"\d+ passed", found["tests"])
+
+
 @pytest.mark.slow
 def test_a_terminated_check_ends_the_process_of_its_job(check: Callable[..., Forked], tmp_path: Path) -> None:
     started = check("mlp")
@@ -335,8 +344,48 @@ def test_a_terminated_check_ends_the_process_of_its_job(check: Callable[..., For
     assert rows_written(tmp_path) <= rows_in(tmp_path / "out").keys()
 
 
+def count_compilations(*names: str) -> None:
+    """Prints the kernels that jobs compile in parallel and, under the stand-in driver, those that they need later."""
+    from vit_fast.kernels import precompile
+    from vit_fast.kernels.inspect import stand_in_driver
+
+    stand_in_driver.install("sm_90")
+
+    def zeroed(empty: Any) -> Any:  # a calibration needs finite outputs
+        return lambda *given, **options: empty(*given, **options).zero_()
+
+    ahead: set[precompile.Request]
+    torch.empty, torch.empty_like = map(zeroed, (torch.empty, torch.empty_like))
+    candidates.fuse = partial(candidates.fuse, backend="triton")  # as on a GPU
+    precompile.compile_all = lambda requests, progress: ahead.update(requests)
+    gpu_check.cold_start, candidate.judge = Mock(), Mock(return_value=candidate.Verdict(0.0, 1.0, None))
+    for job in (shortened(job) for job in gpu_check.JOBS if job.runs and (job.name in names or not names)):
+        ahead, late = set(), dict[str, list[str]]()
+        for request in job.runs:
+            made = make_configuration(**request, device="cpu")
+            gpu_check.compile_ahead(made, 1.0)
+            for group in made.groups():
+                reference = candidate.Reference([], [], [], [], [])
+                problem = preparation.Problem(preparation.make_batches(group, made.images), reference)
+                for each in made.candidates[group.model.kind]:
+                    if each.compile_mode == "none" and not each.peer:
+                        with precompile.collect() as requests:
+                            preparation.prepare(each, group, problem)
+                        late[each.name] = [request.name for request in {*requests} - ahead]
+        print(json.dumps([job.name, len(ahead), late]))
+
+
+@pytest.mark.parametrize("names", [("fused models",), pytest.param((), marks=pytest.mark.slow)], ids=len)
+def test_no_job_compiles_one_kernel_at_a_time(names: tuple[str, ...], tmp_path: Path) -> None:
+    environment = children.environment(str(tmp_path)) | {"VIT_FAST_EXECUTE": "sm_90"}
+    printed = children.run_python(["-c", f"import test_gpu_check as it; it.count_compilations(*{names})"], environment)
+    found = list(map(json.loads, printed.splitlines()))
+    assert [name for name, *_ in found] == [j.name for j in gpu_check.JOBS if j.runs and (j.name in names or not names)]
+    for name, ahead, late in found:
+        assert ahead and not any(late.values()), (name, late)
+
+
 def test_graphs_are_compiled_in_parallel_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the benchmark; each process compiles the graph of one candidate and group."""
     started: list[tuple[int, str]] = []
     both = threading.Barrier(2)
 

@@ -20,7 +20,6 @@ import torch
 from bench_support import group_of, plan, rows_by_candidate
 from command_line import run as run_command
 from digits import write_digits
-from kernel_execution import INTERPRETED
 from packed_towers import FAMILIES, MIXED
 from pretend_gpu import Machine
 
@@ -38,16 +37,11 @@ from vit_fast.measure.trials import Trials
 from vit_fast.ops.backends import triton_unavailable_reasons
 from vit_fast.run.runtime import capture
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    monkeypatch.setattr(clock, "MIN_FLUSH_BYTES", 2**10)
+@pytest.fixture(autouse=True)
+def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     for sizes in (runner.MATMUL_SIZE, runner.COPY_BYTES):
         monkeypatch.setitem(sizes, "cuda", 2**8)
-    with Machine(2, L2_cache_size=2**16).installed() as machine:
-        yield machine
 
 
 def build(device: str, backend: str = "triton", **options: Any) -> Any:

@@ -7,27 +7,18 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kernel_execution import INTERPRETED
 from pretend_cuda import CYCLES_PER_MS, write_python
 from pretend_gpu import DEVICE_MS, HOST_MS, CudaError, Machine
 from torch import nn
 
 import vit_fast
-
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
-
-
-@pytest.fixture
-def gpus() -> Iterator[Machine]:
-    with Machine(2).installed() as machine:
-        yield machine
 
 
 def ones(device: str = "cuda:0", size: int = 4) -> torch.Tensor:

@@ -201,6 +201,9 @@ def test_errors_of_calls() -> None:
     for sizes in (given["image_sizes"][:-1], given["image_sizes"] * 0, [(512, 512), *given["image_sizes"][1:]]):
         with pytest.raises(ValueError, match=r"zip\(\) argument|must have shape|at most 64 tokens|at least one token"):
             pixtral(**given | {"image_sizes": sizes})
+    naflexvit = vit_fast.GraphRunner(build("naflexvit")[1], budgets=(64,))
+    with pytest.raises(vit_fast.UnsupportedInputError, match="patch_coord and patch_valid must be given: for images"):
+        naflexvit(torch.zeros(1, 3, 32, 32, device=DEVICE))
     video = grids(((2, 4), (4, 2)), frames=2)
     with torch.no_grad():
         assert_equal(pytree.tree_leaves(runner(**video)), pytree.tree_leaves(plain(**video)))

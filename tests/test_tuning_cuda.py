@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from fused_models import assert_within
-from kernel_execution import INTERPRETED
 from pretend_gpu import Machine
 from torch import Tensor, nn
 
@@ -19,24 +17,17 @@ from vit_fast.measure.build import build
 from vit_fast.measure.candidate import AS_FILE, Candidate
 from vit_fast.measure.trials import Trials
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 FUSED = Candidate(attention="sdpa", mlp="sdpa")
 GRAPHED = dataclasses.replace(FUSED, graphs=True)
 
 
-@pytest.fixture
-def gpu() -> Iterator[Machine]:
-    with Machine().installed() as machine:
-        yield machine
-
-
 @pytest.mark.parametrize("changes", [{}, {"split": 3}, {"precision": "bf16"}], ids=str)
-def test_graphs_are_a_drop_in(model, images, gpu: Machine, changes: dict[str, Any]) -> None:
+def test_graphs_are_a_drop_in(model, images, gpus: Machine, changes: dict[str, Any]) -> None:
     choice, images = dataclasses.replace(GRAPHED, **changes), images.cuda()
     trials = Trials(model.cuda(), images, min_agreement=0.0)
     trials.prepare(choice, 600)
     optimized = trials.prepared[choice][0]
-    assert len(gpu.captures) == 1 and gpu.counts["graph"] >= 2
+    assert len(gpus.captures) == 1 and gpus.counts["graph"] >= 2
     first = optimized(images)
     kept = first.clone()
     optimized(images + 1)
@@ -47,7 +38,7 @@ def test_graphs_are_a_drop_in(model, images, gpu: Machine, changes: dict[str, An
 
 
 @pytest.mark.parametrize("choice", [GRAPHED, pytest.param(AS_FILE, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.usefixtures("gpu")
+@pytest.mark.usefixtures("gpus")
 def test_a_result_takes_and_returns_what_the_model_does(images, choice: Candidate) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
@@ -85,7 +76,7 @@ def test_compiled_models_return_memory_of_their_own(model, images, monkeypatch: 
     assert_within(first, model(images), copy.deepcopy(model).double()(images.double()), 2, "max-autotune")
 
 
-def test_fp8_is_calibrated_and_computes(images, gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_is_calibrated_and_computes(images, gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """On photographs, or on the example if the model's preprocessing is unknown."""
     model = vit_fast.create_model("vit_test", backend="eager", depth=1, device="cuda").eval()
     example, plain = images[:2].cuda(), Candidate(attention="triton", mlp="triton", precision="fp8")
@@ -101,5 +92,5 @@ def test_fp8_is_calibrated_and_computes(images, gpu: Machine, monkeypatch: pytes
         assert output.dtype == torch.float32 and not torch.equal(output, expected)
         assert torch.nn.functional.cosine_similarity(output, expected).min() > 0.98
     on_example, on_photographs = seen
-    assert len(gpu.captures) == 1 and torch.equal(on_example[0], example)
+    assert len(gpus.captures) == 1 and torch.equal(on_example[0], example)
     assert sum(map(len, on_photographs)) == 32 and on_photographs[0].shape == example.shape
