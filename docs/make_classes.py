@@ -48,6 +48,10 @@ CONVOLUTIONAL = {"byobnet", "byoanet", "resnest", "sknet", "cpubone", "lowformer
 NO_TOWER = re.compile(
     r"For[A-Z]|PreTrained(Model)?$|Backbone$|Text|Decoder|Encoder(Model)?$|Processor|WithProjection|Stack$"
 )
+SIZES = (
+    "test", "atto", "femto", "pico", "nano", "xxs", "xs", "tiny", "small", "medium", "base", "large", "xlarge", "huge",
+    "giant", "gigantic", "enormous",
+)  # fmt: skip
 TOWERS = {"DPTModel", "LwDetrViTBackbone", "RfDetrDinov2Backbone", "VitPoseBackbone"}
 
 
@@ -92,29 +96,35 @@ def timm_outcome(name: str) -> tuple[str, str | None]:
     return type(model).__name__, outcome_of(lambda: timm_model(name), outcome(model))
 
 
-def timm_groups() -> dict[tuple[str, str, str], list[tuple[int, str]]]:
-    """Returns numbers of parameters and names of models, by module, class, and result of `fuse` on the meta device."""
+def timm_models() -> dict[tuple[str, str, str], str]:
+    """Returns one of the smallest models of each class and result of `fuse` on the meta device, by module and both.
+
+    Of models whose names differ only in sizes, only the smallest is built.
+    """
     import timm
 
-    groups: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
-    for name in timm.list_models():
+    def size_of(name: str) -> tuple[int, str]:
+        return min((SIZES.index(word) for word in name.split("_") if word in SIZES), default=len(SIZES)), name
+
+    alike: dict[str, str] = {}
+    for name in sorted(timm.list_models(), key=size_of):
+        alike.setdefault(re.sub(rf"\d+|{'|'.join(SIZES)}", "", name), name)
+    models: dict[tuple[str, str, str], str] = {}
+    for name in alike.values():
         where = timm.model_entrypoint(name).__module__.removeprefix("timm.models.")
         if where in CONVOLUTIONAL:
             continue
         with torch.device("meta"):
             model = timm_model(name)
         if (found := outcome(model)) is not None:
-            size = sum(parameter.numel() for parameter in model.parameters())
-            groups.setdefault((where, type(model).__name__, found), []).append((size, name))
-    return groups
+            models.setdefault((where, type(model).__name__, found), name)
+    return models
 
 
 def timm_rows() -> Iterator[str]:
-    for (where, cls, _), models in sorted(timm_groups().items()):
-        smallest = min(models)[1]
-        if (found := timm_outcome(smallest)[1]) is not None:
-            more = f" and {len(models) - 1} more" if len(models) > 1 else ""
-            yield row(where, cls, smallest + more, found)
+    for (where, cls, _), name in sorted(timm_models().items()):
+        if (found := timm_outcome(name)[1]) is not None:
+            yield row(where, cls, name, found)
 
 
 def transformers_outcome(cls: Any) -> str | None:
