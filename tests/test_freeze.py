@@ -193,19 +193,10 @@ def _sharded_step(model: Any) -> None:
         weight.mul_(-1)
 
 
-@torch.inference_mode()
-def _in_inference_mode(model: Any) -> None:
-    model.blocks[0].mlp.fc1.weight[0].mul_(-3)
-
-
 def _other_memory(model: nn.Module) -> None:
     """Twice, because an allocator may reuse the first memory."""
     for parameter in (*model.parameters(), *model.parameters()):
         parameter.data = parameter.data * 2
-
-
-def _replace(model: Any) -> None:
-    model.blocks[0].mlp.fc1.weight = nn.Parameter(torch.randn_like(model.blocks[0].mlp.fc1.weight))
 
 
 def _narrower(model: Any) -> None:
@@ -237,8 +228,10 @@ UPDATED: dict[str, Change] = {
     "Adam, foreach": lambda model: _step(model, torch.optim.Adam, foreach=True),
     "AdamW, fused": lambda model: _step(model, torch.optim.AdamW, fused=True),
     "step of sharded weights": _sharded_step,
-    "in inference mode": _in_inference_mode,
-    "another parameter": _replace,
+    "in inference mode": torch.inference_mode()(lambda model: model.blocks[0].mlp.fc1.weight[0].mul_(-3)),
+    "another parameter": lambda model: setattr(
+        fc1 := model.blocks[0].mlp.fc1, "weight", nn.Parameter(torch.randn_like(fc1.weight))
+    ),
     "other memory": _other_memory,
     "a buffer": _buffer,
     "frozen again": _untracked,

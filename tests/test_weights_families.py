@@ -84,14 +84,6 @@ HF_FAMILIES: dict[str, tuple[str, str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def _transformers_model(family: str) -> nn.Module:
-    config, model, fields, _ = HF_FAMILIES[family]
-    if not hasattr(transformers, model):  # the oldest supported version lacks some families
-        pytest.skip(f"{model} needs a newer version of transformers")
-    tiny = {} if "vision_config" in fields else HF_TINY
-    return getattr(transformers, model)(getattr(transformers, f"{config}Config")(**tiny, **fields))
-
-
 def _output(family: str, model: Any, images: Tensor) -> Tensor:
     name = HF_FAMILIES[family][-1]
     if name == "image features":
@@ -103,7 +95,11 @@ def _output(family: str, model: Any, images: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", HF_FAMILIES)
 def test_transformers(family: str, tmp_path: Path) -> None:
-    peer = randomize(_transformers_model(family))
+    config, cls, fields, _ = HF_FAMILIES[family]
+    if not hasattr(transformers, cls):  # the oldest supported version lacks some families
+        pytest.skip(f"{cls} needs a newer version of transformers")
+    tiny = {} if "vision_config" in fields else HF_TINY
+    peer = randomize(getattr(transformers, cls)(getattr(transformers, f"{config}Config")(**tiny, **fields)))
     peer.save_pretrained(tmp_path)  # writes the names of transformers 4, with config.json
     model = create_model(str(tmp_path), backend="sdpa")
     # with registers, the position of the class token is added to the token and rounded to fp32;
