@@ -86,17 +86,11 @@ def verify_file(path: Path, call: Call, images: list[Image.Image]) -> tuple[list
                 for got, wanted in zip(outputs, exact) for name, want in wanted.items() if got[name].shape != want.shape
             ]:  # fmt: skip
                 raise VerificationError(f"outputs must have the shapes of eager: {'; '.join(different)}")
-            sizes_of = [len(inputs[0]) for inputs in inputs]
-            more: dict[str, Any] = {
-                "images": sum(sizes_of),
-                "batch": max(sizes_of),
-                "image_hw": tuple(shown),
-                "saturating": run is not runs[0],
-            }
+            counts = [len(each[0]) for each in inputs]
+            more: dict[str, Any] = {"images": sum(counts), "batch": max(counts), "image_hw": tuple(shown)}
             for loss in losses_of(joined(outputs), expected):
-                check = replace(loss, **more)
-                passed = check.acceptable() if options.is_eight_bit else check.max_error <= BUDGETS[options.precision]
-                checks.append(replace(check, passed=bool(passed)))
+                passed = loss.acceptable() if options.is_eight_bit else loss.max_error <= BUDGETS[options.precision]
+                checks.append(replace(loss, **more, saturating=run is not runs[0], passed=bool(passed)))
     if failed := [check for check in checks if not check.passed]:
         difference = f"differs from eager on {worst(failed)}; allowed: {options.budget}"
         raise VerificationError(f"the {options.precision} file {difference}")

@@ -86,7 +86,7 @@ def test_tokens_and_intermediate_layers(name: str, precision: Any, tmp_path: Pat
     info = inspect_onnx(tmp_path / "m.onnx")
     assert info.output == "tokens" and info.metadata["outputs"] == report.outputs
     side = report.outputs["tokens"][1]
-    found = OnnxRunner(tmp_path / "m.onnx", "cpu")(x := torch.randn(3, 3, *model_size(model)))
+    found = OnnxRunner(tmp_path / "m.onnx", "cpu")(x := torch.randn(3, 3, *report.checks[0].image_hw))
     assert found["tokens"].shape[1] == side and list(found) == list(report.outputs)
     if precision == "fp32" and name not in ("torchvision", "vit-fast"):
         with torch.no_grad():
@@ -94,12 +94,6 @@ def test_tokens_and_intermediate_layers(name: str, precision: Any, tmp_path: Pat
         for layer, y in zip(layers, expected):
             got = torch.cat([found[f"intermediate_{layer}_prefix"], found[f"intermediate_{layer}"]], 1)
             torch.testing.assert_close(got, y, atol=1e-4 * float(y.abs().max()), rtol=0)
-
-
-def model_size(model: nn.Module) -> tuple[int, int]:
-    from vit_fast.libraries.known import recognize
-
-    return recognize(model).image_hw
 
 
 @pytest.mark.slow
@@ -110,10 +104,11 @@ def test_normed_and_spatial(name: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {"output": ["features", "tokens", "intermediate"], "layers": [-1], "normed": True}
     report = export_onnx(model, tmp_path / "m.onnx", spatial=True, **given)
     assert report.verified and len(report.outputs["tokens"]) == 4
-    found = OnnxRunner(tmp_path / "m.onnx", "cpu")(torch.randn(2, 3, *model_size(model)))
+    size = report.checks[0].image_hw
+    found = OnnxRunner(tmp_path / "m.onnx", "cpu")(torch.randn(2, 3, *size))
     last = max(key for key in found if key.startswith("intermediate") and not key.endswith("prefix"))
     torch.testing.assert_close(found[last], found["tokens"], atol=1e-5, rtol=0)
-    empty = OnnxRunner(tmp_path / "m.onnx", "cpu")(torch.randn(0, 3, *model_size(model)))
+    empty = OnnxRunner(tmp_path / "m.onnx", "cpu")(torch.randn(0, 3, *size))
     assert {key: y.shape[1:] for key, y in empty.items()} == {key: y.shape[1:] for key, y in found.items()}
 
 
@@ -256,6 +251,7 @@ def test_any_model(name: str, precision: Any, tmp_path: Path) -> None:
         inputs = example | {"attention_mask": example["attention_mask"].flip(0, 1)}
         found, expected = OnnxRunner(tmp_path / "m.onnx", "cpu")(inputs), model(**inputs)
         torch.testing.assert_close(found["text_embeds"], expected["text_embeds"], atol=1e-5, rtol=0)
+        assert any("MultiHeadAttention: 2 of 4" in warning for warning in report.warnings), "masks are not fused"
 
 
 @pytest.mark.slow
