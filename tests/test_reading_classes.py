@@ -18,9 +18,9 @@ from vit_fast.libraries.transformers.families import LAYERS, ROTARY
 from vit_fast.reading.reader import read_model
 
 CLASSES = (Path(__file__).parents[1] / "docs" / "classes.md").read_text()
-# without rotary embeddings and padding masks, which calls pass as tensors, and position biases of a table
-OTHERS = {name for name in SUBJECTS if re.search("dinov3|eva02|siglip2|rope|perception|deepseek|qwen|beit", name)}
-MODELS = {name: subject for name, subject in SUBJECTS.items() if name not in OTHERS} | {
+# without rotary embeddings and padding masks, which calls pass as tensors, and halves that the class does not read
+OTHERS = re.compile("dinov3|eva02|siglip2|rope|perception|deepseek|qwen|beit|norm-inside")
+MODELS = {name: subject for name, subject in SUBJECTS.items() if not OTHERS.search(name)} | {
     name: transformers_subject(f"{folder}.modeling_{folder}.{name}")
     for folder, name in re.findall(r"^\| (\w+) \| (\w+) \| default \| fused", CLASSES, re.MULTILINE)
     if folder in LAYERS.keys() - ROTARY - {"siglip2", "vit_mae", "vivit"}
