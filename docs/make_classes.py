@@ -48,6 +48,7 @@ CONVOLUTIONAL = {"byobnet", "byoanet", "resnest", "sknet", "cpubone", "lowformer
 NO_TOWER = re.compile(
     r"For[A-Z]|PreTrained(Model)?$|Backbone$|Text|Decoder|Encoder(Model)?$|Processor|WithProjection|Stack$"
 )
+ATTENTION = re.compile(r"Attention|Attn[A-Z]|softmax|vision_transformer")  # in the source of a module of timm
 SIZES = (
     "test", "atto", "femto", "pico", "nano", "xxs", "xs", "tiny", "small", "medium", "base", "large", "xlarge", "huge",
     "giant", "gigantic", "enormous",
@@ -111,8 +112,9 @@ def timm_models() -> dict[tuple[str, str, str], str]:
         alike.setdefault(re.sub(rf"\d+|{'|'.join(SIZES)}", "", name), name)
     models: dict[tuple[str, str, str], str] = {}
     for name in alike.values():
-        where = timm.model_entrypoint(name).__module__.removeprefix("timm.models.")
-        if where in CONVOLUTIONAL:
+        home = timm.model_entrypoint(name).__module__
+        where = home.removeprefix("timm.models.")
+        if where in CONVOLUTIONAL or not ATTENTION.search(inspect.getsource(sys.modules[home])):
             continue
         with torch.device("meta"):
             model = timm_model(name)
