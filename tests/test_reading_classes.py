@@ -47,7 +47,7 @@ def facts(half: Any) -> dict[str, Any]:
 @pytest.mark.fast_cases("timm-siglip", "transformers-vit", "torchvision-vit")
 @pytest.mark.parametrize("name", MODELS)
 def test_class_and_computation_give_the_same_parts(name: str) -> None:
-    model = MODELS[name].build(depth=1).eval()
+    model = MODELS[name].build().eval()
     recipes = read_model(model, MODELS[name].inputs(), lambda module: False).recipes
     vit_fast.fuse(model, "eager")
     compared = 0
