@@ -52,7 +52,7 @@ from .runner import header_of, reopen, run
 
 MINUTES = 10.0  # default, and the sum that the time limits of the important jobs are planned for
 LEAST_S = 20.0  # no job starts with less time left
-PASSES = 3  # of calls that find kernels: a calibration fails while the kernels before it do not run
+PASSES = 3  # of calls that failed: a calibration fails while the kernels before it do not run
 END_S = 10.0  # time limit for a killed process to end
 RESERVED_S = 30.0  # for the comparison at the end
 ROOT = Path(__file__).resolve().parent.parent
@@ -172,16 +172,17 @@ def compile_ahead(configuration: Configuration, seconds: float) -> None:
     """
 
     pairs = [(group, one) for group in configuration.groups() for one in configuration.candidates[group.model.kind]]
+    waiting = [(group, one) for group, one in pairs if one.compile_mode == "none" and not one.peer]
 
     def call_each() -> None:
-        for group, candidate in pairs:
-            if candidate.compile_mode == "none" and not candidate.peer:
-                images = torch.zeros(group.batch_size, *group.model.shape, dtype=group.dtype, device=group.device)
-                with contextlib.suppress(Exception):  # the run reports it
-                    _, call, gradients = callers(candidate, group, [images])
-                    call(0)
-                    if gradients is not None:
-                        gradients()
+        for group, candidate in [*waiting]:
+            images = torch.zeros(group.batch_size, *group.model.shape, dtype=group.dtype, device=group.device)
+            with contextlib.suppress(Exception):  # the next pass calls it again; the run reports it
+                _, call, gradients = callers(candidate, group, [images])
+                call(0)
+                if gradients is not None:
+                    gradients()
+                waiting.remove((group, candidate))
 
     with ThreadPoolExecutor(len(pairs)) as threads:
         for group, candidate in pairs:
@@ -190,7 +191,8 @@ def compile_ahead(configuration: Configuration, seconds: float) -> None:
         with torch.autograd.set_multithreading_enabled(False):  # run backward in this thread, which collects kernels
             if not triton_unavailable_reasons(configuration.device) and not interpreter_is_active():
                 with contextlib.suppress(RuntimeError):  # a kernel does not compile: the run reports it
-                    any(not compile_launches(call_each, None)[0] for _ in range(PASSES))
+                    for _ in range(PASSES):
+                        compile_launches(call_each, None)
 
 
 def bench(

@@ -320,7 +320,7 @@ def test_every_benchmark_runs_on_a_pretend_gpu(name: str, check: Callable[..., F
     missing = {one for run in job.runs for one in run["candidates"] if not any(f"'{one}'" in key for key in found)}
     assert not missing
     if name == gpu_check.MODEL_JOB:
-        assert "1 blocks; measured, estimated us" in (out / "model.txt").read_text()
+        assert "2 blocks; measured, estimated us" in (out / "model.txt").read_text()
 
 
 @pytest.mark.slow(minutes=True)
