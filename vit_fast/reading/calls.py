@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.fused import FusedModule
-from .capture import UnreadableError
+from .capture import InDouble, UnreadableError
 
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 SAME = "the same tensor"
@@ -61,7 +62,8 @@ class Call:
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         given = {name: x if value is SAME else value for name, value in self.others} | {self.name: x}
         args = [given[i] for i in range(len(given)) if i in given]
-        output = module(*args, **{name: value for name, value in given.items() if isinstance(name, str)})
+        with InDouble() if x.dtype == torch.float64 else nullcontext():
+            output = module(*args, **{name: value for name, value in given.items() if isinstance(name, str)})
         if (self.place is None) is not isinstance(output, Tensor):
             raise UnreadableError("the structure of its output depends on its input")
         return output if self.place is None else output[self.place]

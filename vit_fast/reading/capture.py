@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from ..blocks.fused import FusedModule
 from ..blocks.parts import Slot
@@ -115,6 +116,15 @@ def _guarded(forward: Callable[[Tensor], Tensor], shape: tuple[int, ...], symbol
     return {i for i in symbolic if sizes[i].node.expr in symbols}
 
 
+class InDouble(TorchFunctionMode):
+    """Casts to fp64 instead of fp32, for copies in fp64 of modules that compute norms or softmax in fp32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        args, kwargs = tree_map(lambda each: torch.float64 if each is torch.float32 else each, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
 class _Decomposed(TorchFunctionMode):
     """Replaces functions that do not support symbolic sizes in torch 2.13."""
 
@@ -149,7 +159,7 @@ class Graph(fx.Interpreter):
             self.run(x)
         self.ancestors: dict[fx.Node, set[fx.Node]] = {}
         for node in self.nodes:
-            sources = node.all_input_nodes
+            sources = [] if operator_of(node) in CREATORS else node.all_input_nodes
             self.ancestors[node] = {*sources, *(each for source in sources for each in self.ancestors[source])}
         (self.input,) = (node for node in self.nodes if node.op == "placeholder")
 
@@ -160,9 +170,8 @@ class Graph(fx.Interpreter):
 
     def is_live(self, node: fx.Node) -> bool:
         """Returns True if a node depends on values of the input."""
-        value = self.values.get(node)
         depends = node is self.input or self.input in self.ancestors[node]
-        return depends and not (isinstance(value, int | float) or operator_of(node) in CREATORS)
+        return depends and not isinstance(self.values.get(node), int | float)
 
     def depends(self, node: fx.Node) -> bool:
         """Returns True if a node depends on parameters or buffers."""

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from ..blocks.parts import NO_NORM, NormParts, Slot, tensor_at
 from ..ops import reference
 from .capture import Graph, UnreadableError, operator_of
+from .constants import computed
 
 TOLERANCE = 1e-5  # relative; modules that compute norms or softmax in fp32 differ by 1e-7
 
@@ -168,6 +169,10 @@ def _biases(
     for slot in vectors:
         bias = tensor_at(slot)
         if len(bias) == len(rows[0]) * chunk[1] and is_equal(bias.chunk(chunk[1])[chunk[0]], rows[0]):
+            return (slot,)
+    if operator_of(node) == "linear" and isinstance(given := node.args[2:] and node.args[2], fx.Node):
+        slot = computed(graph, given)
+        if is_equal(tensor_at(slot), rows[0]):
             return (slot,)
     found: list[Slot | None] = []
     for part in rows[0].chunk(3 if number == 1 else number):  # BEiT's keys have no bias
