@@ -134,13 +134,18 @@ class Tutorial(nn.Module):
         return x + self.ffwd(self.ln2(x))
 
 
+class LayerNormInFp32(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.type(torch.float32)).type(x.dtype)
+
+
 class SequenceFirst(nn.Module):
-    """nn.MultiheadAttention on [N, B, C], and QuickGELU: OpenAI's CLIP."""
+    """nn.MultiheadAttention on [N, B, C], norms in fp32, and QuickGELU: OpenAI's CLIP."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.attn = nn.MultiheadAttention(width, heads)
-        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.ln_1, self.ln_2 = LayerNormInFp32(width), LayerNormInFp32(width)
         self.c_fc, self.c_proj = nn.Linear(width, 96), nn.Linear(96, width)
 
     def attend(self, y: Tensor) -> Tensor:

@@ -41,6 +41,31 @@ def test_biases_and_windows_of_timm(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["torchvision", "torchvision v2", "timm v2"])
+def test_shifted_windows_with_masks_made_in_forward(name: str) -> None:
+    """Swin v2 also has post-norm, cosine attention with a learned scale, and a bias from an MLP."""
+    torch.manual_seed(0)
+    if name == "timm v2":
+        from timm.models.swin_transformer_v2 import SwinTransformerV2Block
+
+        block: Any = SwinTransformerV2Block(32, (8, 8), 2, 4, 2)
+    else:
+        from torchvision.models import swin_transformer
+
+        cls = getattr(swin_transformer, f"SwinTransformerBlock{'V2' if 'v2' in name else ''}")
+        block = cls(32, 2, [4, 4], [2, 2])
+    original, x = block.eval(), torch.randn(2, 8, 8, 32)
+    block = copy.deepcopy(original)
+    vit_fast.fuse(block, "eager", example=x).require_all()
+    assert runs_fused(block, lambda: block(x))
+    for net in (block, original):
+        net(x).square().sum().backward()
+    torch.testing.assert_close(block(x), original(x), rtol=1e-4, atol=1e-4)
+    for (own, a), b in zip(block.named_parameters(), original.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3 * float(b.grad.abs().max()) + 1e-6, msg=own)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["vit_pytorch", "segment_anything", "kornia", "monai"])
 def test_blocks_of_other_libraries(library: str) -> None:
     """Every half is fused; runs for libraries that are installed."""

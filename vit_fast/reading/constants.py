@@ -48,12 +48,11 @@ def _sources(graph: Graph, node: fx.Node) -> list[fx.Node]:
     stack = [node]
     while stack:
         each = stack.pop()
-        if each in wanted:
-            continue
         if graph.is_live(each):
             raise UnreadableError("its scores are changed by a bias, mask or scale that depends on its tokens")
         wanted.add(each)
-        stack += [] if operator_of(each) in CREATORS else each.all_input_nodes
+        sources = [] if operator_of(each) in CREATORS else each.all_input_nodes
+        stack += [source for source in sources if source not in wanted]
         if not stack:
             stack = [write for write in graph.nodes if write not in wanted and _writes_into(graph, write, wanted)]
     return [each for each in graph.nodes if each in wanted]
