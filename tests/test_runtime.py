@@ -268,7 +268,7 @@ def no_compiled_graphs() -> Iterator[None]:
 def quick_compiler(no_compiled_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces as torch.compile does, but generates no code, because these tests check the graphs."""
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, *, mode, **rest: compile_(model, backend="aot_eager", **rest))
+    monkeypatch.setattr(torch, "compile", lambda model, *, mode, backend, **rest: compile_(model, backend="aot_eager", **rest))
 
 
 @pytest.mark.fast_cases("timm-vit")

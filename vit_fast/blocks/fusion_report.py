@@ -98,7 +98,7 @@ class FusionReport:
         lines += [f"backend {self.backend}: {'; '.join(self.backend_reasons)}"] if self.backend_reasons else []
         lines += [f"precision {self.precision}: {note}" for note in self.precision_notes]
         lines += [f"{each}: only supported classes inside it are fused and listed" for each in self.elsewhere]
-        return "\n".join([*lines, *_table(self.modules, "fused")])
+        return "\n".join([*lines, *table(self.modules, "fused")])
 
 
 class FreezeReport(tuple[str, ...]):
@@ -123,10 +123,10 @@ class FreezeReport(tuple[str, ...]):
         """Formats a table. Blocks share a row if they differ only in the numbers in their names."""
         first = f"{len(self)} frozen, {len(self.skipped)} skipped"
         nothing = "" if self.modules else " (no fused block: call vit_fast.fuse first)"
-        return "\n".join([first + nothing, *_table(self.modules, "frozen")])
+        return "\n".join([first + nothing, *table(self.modules, "frozen")])
 
 
-def _table(modules: Sequence[ModuleReport], done: str) -> list[str]:
+def table(modules: Sequence[ModuleReport], done: str) -> list[str]:
     """Formats rows; `done` names the result of modules that were not skipped."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for module in modules:

@@ -117,7 +117,7 @@ class Candidate:
 
         if mode == "freezing":
             return compile_frozen(function, fullgraph=fullgraph)
-        return compile(function, mode, fullgraph=fullgraph)
+        return compile(function, mode, fullgraph=fullgraph, backend="inductor")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the configuration: fields that differ from the default, as plain data."""

@@ -16,13 +16,16 @@ from ..errors import check_batch_sizes, check_choice, check_type
 from ..fusion.fuse import frozen_of
 from ..libraries.known import IMAGE_MODELS
 from ..ops.backends import compile_launches, interpreter_is_active, triton_unavailable_reasons
+from .compile_backend import Backend
 
+CompileBackend = Literal["vit_fast", "inductor"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
 def compile(
-    model: nn.Module, mode: CompileMode = "default", *, dynamic_batch: bool = False, fullgraph: bool = True
-) -> nn.Module:
+    model: nn.Module, mode: CompileMode = "default", *, dynamic_batch: bool = False, fullgraph: bool = True,
+    backend: CompileBackend = "vit_fast",
+) -> nn.Module:  # fmt: skip
     """Compiles a model with torch.compile.
 
     Args:
@@ -34,14 +37,21 @@ def compile(
         dynamic_batch: True compiles one graph for all batch sizes from 2, and one for size 1, instead of one graph per
             size. The first axis of each input must be the batch.
         fullgraph: True raises an error at a graph break.
+        backend: "vit_fast" reads each graph as `fuse` reads modules, and replaces attention, MLPs and blocks, also those
+            that no module contains. Inductor compiles the rest. "inductor" replaces nothing.
     Returns:
-        The result of torch.compile. The keys of its state_dict start with "_orig_mod.".
+        The result of torch.compile. The keys of its state_dict start with "_orig_mod.". After the first call, its
+        attribute `vit_fast_reports` contains a report of the backend for each graph; print it to show a table.
     Raises:
-        ValueError: mode is unknown.
+        ValueError: mode or backend is unknown.
     """
     check_type("model", model, nn.Module)
     check_choice("mode", mode, get_args(CompileMode))
-    compiled: Any = torch.compile(model, mode=mode, fullgraph=fullgraph, dynamic=None if dynamic_batch else False)
+    check_choice("backend", backend, get_args(CompileBackend))
+    replacing, dynamic = Backend(), None if dynamic_batch else False
+    chosen: Any = replacing if backend == "vit_fast" else backend
+    compiled: Any = torch.compile(model, backend=chosen, mode=mode, fullgraph=fullgraph, dynamic=dynamic)
+    vars(compiled)["vit_fast_reports"] = replacing.reports
     if dynamic_batch:
         compiled.register_forward_pre_hook(_mark_batch_dynamic, with_kwargs=True)
     if mode in ("reduce-overhead", "max-autotune"):

@@ -1,0 +1,204 @@
+"""torch.compile(backend="vit_fast"): computes the same, replaces what it reads, and states reasons for the rest."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import logging
+import math
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.backends.registry as registry
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast.run.compile_backend import Backend
+
+C, H = 32, 4
+SHAPES = {"qkv": (C, 3 * C), "out": (C, C), "bias": (C,), "up": (2 * C, C), "down": (C, 2 * C), "gamma": (C,)}
+W = dict[str, Tensor]
+WHOLE = "attention, norm + MLP"
+
+
+@pytest.fixture(autouse=True)
+def new_graphs() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.compiler.reset()
+
+
+def weights() -> W:
+    return {name: (torch.randn(shape) * 0.2).requires_grad_() for name, shape in SHAPES.items()}
+
+
+def qkv(x: Tensor, w: W) -> list[Tensor]:
+    return [each.reshape(*x.shape[:2], H, -1).transpose(1, 2) for each in (x @ w["qkv"]).chunk(3, -1)]
+
+
+def block(x: Tensor, w: W) -> Tensor:
+    q, k, v = qkv(F.layer_norm(x, (C,), w["gamma"], w["bias"], 1e-6), w)
+    weights = torch.softmax((q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).float(), dim=-1).to(q.dtype)
+    return mlp(x + ((weights @ v).transpose(1, 2).reshape(x.shape) @ w["out"] + w["bias"]), w)
+
+
+def mlp(x: Tensor, w: W, factor: float = 1.0) -> Tensor:
+    hidden = F.gelu(F.linear(F.layer_norm(x, (C,), w["gamma"], None, 1e-6), w["up"]))
+    return x + F.linear(hidden if factor == 1 else hidden * factor, w["down"])
+
+
+def larger(x: Tensor, w: W) -> Tensor:
+    return torch.sin(mlp(torch.cos(x), w)).mean(1) @ w["out"]
+
+
+def rotated(x: Tensor, w: W) -> Tensor:
+    q, k, v = qkv(x, w)
+    q, k = (torch.cat((-each[..., 4:], each[..., :4]), -1) + each for each in (q, k))
+    scores = torch.einsum("bhid,bhjd->bhij", q, k).mul(0.3)
+    return torch.einsum("bhij,bhjd->bihd", F.dropout(scores.softmax(-1), 0.1, False), v).flatten(2)
+
+
+def in_autocast(x: Tensor, w: W) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return block(x, w)
+
+
+def masked(x: Tensor, w: W) -> Tensor:
+    q, k, v = qkv(x, w)
+    return (q @ k.mT).masked_fill(torch.ones(7, 7).triu(1) > 0, -torch.inf).softmax(-1) @ v
+
+
+def with_mask(x: Tensor, w: W) -> Tensor:
+    return F.scaled_dot_product_attention(*qkv(x, w), attn_mask=w["qkv"][:7, :7] > 0)
+
+
+def dropping(x: Tensor, w: W) -> Tensor:
+    q, k, v = qkv(x, w)
+    return F.dropout((q @ k.mT).softmax(-1), 1e-9) @ v
+
+
+def over_queries(x: Tensor, w: W) -> Tensor:
+    q, k, v = qkv(x, w)
+    return (q @ k.mT).softmax(-2) @ v
+
+
+def writing(x: Tensor, w: W) -> Tensor:
+    q, k, v = (each.clone() for each in qkv(x, w))
+    weights = (q @ k.mT).softmax(-1)
+    v.mul_(2)
+    return weights @ v
+
+
+def other_hidden(x: Tensor, w: W) -> Tensor:
+    return mlp(x, w, 1.001)
+
+
+def compiled(function: Any, **options: Any) -> tuple[Any, Any]:
+    backend = Backend()
+    return torch.compile(function, backend=backend, options={"rest": "eager"}, **options), backend.reports
+
+
+def parts(reports: Any) -> list[list[str]]:
+    return [[row.part for row in report.fused] for report in reports]
+
+
+REPLACED = {block: WHOLE, in_autocast: WHOLE, larger: "norm + MLP", rotated: "attention core"}
+
+
+@pytest.mark.fast_cases("block", "rotated")
+@pytest.mark.parametrize("function", REPLACED, ids=lambda function: function.__name__)
+def test_functions_are_replaced(function: Any) -> None:
+    w, x = weights(), torch.randn(4, 7, C)  # as many images as heads
+    run, reports = compiled(function, fullgraph=True)
+    limit = {"rtol": 0.05, "atol": 0.05} if function is in_autocast else {"rtol": 1e-4, "atol": 1e-5}
+    results = []
+    for each in (run, function):
+        y = each(given := x.clone().requires_grad_(), w)
+        results.append([y, *torch.autograd.grad((y * y.detach()).sum(), [given, *w.values()], allow_unused=True)])
+    for ours, expected in zip(*results):
+        torch.testing.assert_close(ours, expected, **limit)  # type: ignore[arg-type]
+    with torch.no_grad():
+        run(torch.randn(5, 7, C), w)  # a graph with a symbolic batch size
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for batch in (2, 3, 6):
+                x = torch.randn(batch, 7, C)
+                torch.testing.assert_close(run(x, w), function(x, w), **limit)  # type: ignore[arg-type]
+    assert parts(reports) == [[REPLACED[function]]] * 2 and not reports[0].skipped, str(reports[0])
+
+
+SKIPPED = {
+    masked: "before the softmax (masked_fill)", with_mask: "before the softmax (attn_mask)", dropping: "dropout is",
+    over_queries: "not over the keys", writing: "tensors are written", other_hidden: "computes none of gelu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", SKIPPED, ids=lambda function: function.__name__)
+def test_other_computations_stay_with_a_reason(function: Any) -> None:
+    w, x = weights(), torch.randn(2, 7, C)
+    run, reports = compiled(function, fullgraph=True)
+    torch.testing.assert_close(run(x, w), function(x, w))
+    (row,) = reports[0].modules
+    assert not row.fused and SKIPPED[function] in row.reasons[0] and "0 MLPs; skipped 1" in str(reports[0])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ParameterDict(weights()) for _ in range(2))
+        self.layer = nn.TransformerEncoderLayer(C, H, 2 * C, 0.0, F.gelu, batch_first=True, norm_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = block(x, layer)  # type: ignore[arg-type]
+        torch._dynamo.graph_break()
+        return self.layer(x).mean(1)
+
+
+def test_a_model_trains_with_a_graph_break(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vit_fast")
+    model, x, losses = Net(), torch.randn(4, 7, C), []
+    run, reports = compiled(model)
+    for forward, net in ((run, model), (other := copy.deepcopy(model), other)):
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+        for _ in range(3):
+            losses.append(forward(x).square().sum())
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+    torch.testing.assert_close(losses[:3], losses[3:])
+    assert parts(reports) == [[WHOLE] * 2, [WHOLE]]
+    assert "replaced 2 blocks, 0 attention layers, 0 attention cores, 0 MLPs; skipped 0" in caplog.text
+    vit_fast.fuse(model, "sdpa")  # the last layer
+    run, reports = compiled(model)
+    torch.testing.assert_close(run(x), model(x))
+    assert parts(reports) == [[WHOLE] * 2, []]
+
+
+def test_torch_finds_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    ((group, entries),) = project["entry-points"].items()
+    found = importlib.metadata.EntryPoints(importlib.metadata.EntryPoint(*each, group) for each in entries.items())
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found.select(group=group))
+    registry._discover_entrypoint_backends.__wrapped__()  # the environment may be older than pyproject.toml
+    assert "vit_fast" in torch._dynamo.list_backends()
+    w, x = weights(), torch.randn(2, 7, C)
+    run = torch.compile(mlp, backend="vit_fast", options={"rest": "eager"})
+    torch.testing.assert_close(run(x, w), mlp(x, w))
+    for options, message in (({"rest": "tvm"}, "one of 'inductor', 'eager'"), ({"rest": "eager", "a": 1}, "only")):
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
+            torch.compile(larger, backend="vit_fast", options=options)(x, w)
+
+
+@pytest.mark.slow
+def test_inductor_compiles_the_rest() -> None:
+    model, x = Net(), torch.randn(4, 7, C)
+    run: Any = vit_fast.compile(model, dynamic_batch=True, fullgraph=False)
+    results = [[y := each(x), *torch.autograd.grad(y.square().sum(), model.parameters())] for each in (run, model)]
+    for ours, expected in zip(*results):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    assert parts(run.vit_fast_reports) == [[WHOLE] * 2, [WHOLE]]
