@@ -43,7 +43,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "kernels/inspect": (*COMPILED, "kernel_shapes", "packaging"),
     "vit_fast": (*FUSED, *FP8, *PREDICTION, *MODEL, "stand_in_driver", "transforms", "runtime", "cli"),
     "vit_fast/quantization": (*FP8, "export_eight_bit*"),
-    "vit_fast/run": ("runtime", "graph_*", "warm_up", "stand_in_driver"),
+    "vit_fast/run": ("compile_backend", "runtime", "graph_*", "warm_up", "stand_in_driver"),
     "vit_fast/apps": (*PREDICTION, *TRAINING, "docs"),
     "vit_fast/ops": (*KERNELS, *FP8, "stand_in_driver", "transforms", "auto_backend"),
     "vit_fast/libraries": LIBRARIES,

@@ -1,125 +1,98 @@
-"""Reads an attention core, softmax(scale * q k^T) v, in a graph of torch.compile, exactly and without evaluation."""
+"""Reads an attention core, softmax(scale * q k^T) v, in a graph of torch.compile by its operators."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from .capture import UnreadableError
 from .regions import argument, drops, is_cast, is_same_shape, name_of, value_of
 
 _PRODUCTS = ("matmul", "bmm", "einsum")
-_MULTIPLIES, _DIVIDES = {"mul", "imul", "mul_", "multiply"}, {"div", "truediv", "itruediv", "div_", "divide"}
-_MAX_CHANNELS = 256  # of fused attention
+_FACTORS = {"mul": 1, "imul": 1, "mul_": 1, "div": -1, "truediv": -1, "itruediv": -1, "div_": -1}  # exponents
 
 
 @dataclass(frozen=True)
 class Core:
-    """Queries, keys and values, each with its permutation to [..., tokens, channels]."""
-
-    operands: tuple[tuple[fx.Node, tuple[int, ...]], ...]
-    order: tuple[int, ...]  # permutation of the output
+    q: fx.Node  # [..., N, D], with [..., M, D] for k and v
+    k: fx.Node
+    v: fx.Node
     scale: float | None
-    factors: tuple[tuple[fx.Node, bool], ...]  # tensors [] that multiply the scores; True: divide
+    order: tuple[int, ...]  # permutation of the output [..., N, D]
+    transposes: bool  # True if k is [..., D, M]
     nodes: tuple[fx.Node, ...]  # in order, with the output
-    is_spelled: bool  # False for scaled_dot_product_attention
 
 
 def core_of(node: fx.Node) -> Core:
     """Reads the core with a softmax or scaled_dot_product_attention; raises UnreadableError with the reason."""
     if name_of(node) == "softmax":
         return _spelled(node)
-    operands = [argument(node, i, name) for i, name in enumerate(("query", "key", "value"))]
-    given = {"attn_mask": argument(node, 3, "attn_mask"), "is_causal": argument(node, 5, "is_causal", False)}
-    given["enable_gqa"] = node.kwargs.get("enable_gqa", False)
+    given = {name: argument(node, at, name) for at, name in ((3, "attn_mask"), (5, "is_causal"), (7, "enable_gqa"))}
     if changes := [name for name, value in given.items() if value not in (None, False)]:
         raise UnreadableError(f"its scores are changed before the softmax ({', '.join(changes)})")
     if drops(node):
         raise UnreadableError("its dropout is active")
-    same = tuple(range(value_of(operands[0]).dim()))
-    return Core(tuple((each, same) for each in operands), same, node.kwargs.get("scale"), (), (node,), False)
+    q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
+    return Core(q, k, v, argument(node, 6, "scale"), tuple(range(value_of(node).dim())), False, (node,))
 
 
 def _spelled(softmax: fx.Node) -> Core:
-    scores, scale, factors, nodes = argument(softmax, 0, "input"), 1.0, [], [softmax]
+    scores, scale, nodes = argument(softmax, 0, "input"), 1.0, [softmax]
     while name_of(scores) not in _PRODUCTS:
-        name = name_of(scores)
         nodes.insert(0, scores)
-        if name in _MULTIPLIES | _DIVIDES and len(scores.args) == 2 and not scores.kwargs:
-            given, by = scores.args if name in _DIVIDES or _is_scores(scores.args[0]) else scores.args[::-1]
-            if type(by) in (int, float):
-                scale = scale / by if name in _DIVIDES else scale * by  # type: ignore[operator]
-            elif isinstance(by, fx.Node) and isinstance(value_of(by), Tensor) and value_of(by).dim() == 0:
-                factors.append((by, name in _DIVIDES))
-            else:
-                given = None
-        else:
-            given = scores.args[0] if is_cast(scores) else None
-        if not isinstance(given, fx.Node):
-            raise UnreadableError(f"its scores are changed before the softmax ({name or scores.name})")
+        exponent, (given, factor) = _FACTORS.get(name_of(scores), 0), (*scores.args, None, None)[:2]
+        if exponent == 1 and type(given) in (int, float):
+            given, factor = factor, given
+        if exponent and type(factor) in (int, float):
+            scale *= float(factor) ** exponent
+        elif not is_cast(scores):
+            raise UnreadableError(f"its scores are changed before the softmax ({name_of(scores) or scores.name})")
         scores = given
+    nodes.insert(0, scores)
     weights = softmax
-    while weights is softmax or name_of(weights) not in _PRODUCTS:
-        if len(weights.users) != 1:
-            raise UnreadableError("its attention weights are used more than once")
-        before, (weights,) = weights, weights.users
+    while name_of(weights) not in _PRODUCTS:
+        before, weights = weights, next(iter(weights.users))
+        nodes.append(weights)
         if drops(weights):
             raise UnreadableError("its dropout is active")
         if name_of(weights) not in _PRODUCTS and not is_cast(weights) and "dropout" not in name_of(weights):
             raise UnreadableError(f"its attention weights are changed after the softmax ({name_of(weights)})")
-        nodes.append(weights)
-    nodes.insert(0, scores)
-    if any(len(node.users) > 1 for node in nodes[:-1]):
+    if any(len(node.users) != 1 for node in nodes[:-1]):
         raise UnreadableError("its scores are used more than once")
-    (q, of_q), (k, of_k), of_scores = _product(scores)
-    first, second, out = _product(weights)
-    (_, of_weights), (v, of_v) = (first, second) if first[0] is before else (second, first)
+    q, k, of_q, of_k, of_scores = _product(scores)
+    first, v, of_weights, of_v, out = _product(weights)
+    dim, n, m, d = argument(softmax, 1, "dim"), of_q[-2], of_scores[-1], of_q[-1]
+    if dim not in (-1, len(of_scores) - 1):
+        raise UnreadableError("its softmax is not over the keys")
     names = dict(zip(of_weights, of_scores))
     of_v, out = ("".join(names.get(each, "?") for each in labels) for labels in (of_v, out))
-    batch = "".join(each for each in of_q if each in of_k and each in of_scores)
-    wanted = [*(set(of_q) - set(of_k)), *(set(of_k) - set(of_q)), *(set(of_q) & set(of_k) - set(of_scores))]
-    dim = argument(softmax, 1, "dim")
-    if len(wanted) != 3 or not isinstance(dim, int) or of_scores[dim] != wanted[1]:
-        raise UnreadableError("its softmax is not over the keys")
-    n, m, d = wanted
-    every = ((of_q, batch + n + d), (of_k, batch + m + d), (of_scores, batch + n + m), (of_v, batch + m + "?"))
-    if any(sorted(a) != sorted(b) for a, b in (*every, (out, batch + n + "?"))):
-        raise UnreadableError("its products are not softmax(scale * q k^T) v")
-    sizes = [value_of(q).shape[of_q.index(d)], value_of(v).shape[of_v.index("?")]]
-    if not is_same_shape(sizes[:1], sizes[1:]) or type(sizes[0]) is not int or sizes[0] > _MAX_CHANNELS:
-        raise UnreadableError(f"q and v must have the same width, at most {_MAX_CHANNELS}, got {sizes}")
-    operands = tuple(
-        (node, tuple(map(labels.index, order))) for node, (labels, order) in zip((q, k, v), (*every[:2], every[3]))
-    )
-    if len({value_of(each).dtype for each in (q, k, v)}) > 1 or not scale > 0:
-        raise UnreadableError(f"q, k and v must have one dtype and scale must be positive, got {scale}")
-    return Core(operands, tuple(map((batch + n + "?").index, out)), scale, tuple(factors), tuple(nodes), True)
+    batch, transposes = of_q[:-2], of_k[-2:] == d + m
+    keys = batch + (d + m if transposes else m + d)
+    if (of_k, of_scores, of_v) != (keys, batch + n + m, batch + m + "?") or first is not before or not scale > 0:
+        raise UnreadableError("its products are not softmax(scale * q k^T) v with dimensions [..., tokens, channels]")
+    order = tuple((batch + n + "?").index(each) for each in out)
+    return Core(q, k, v, scale, order, transposes, tuple(nodes))
 
 
-def _is_scores(operand: Any) -> bool:
-    return isinstance(operand, fx.Node) and isinstance(value_of(operand), Tensor) and value_of(operand).dim() > 2
-
-
-def _product(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], str]:
-    """Returns both operands of a product of batches, each with a label per dimension, and the labels of the output."""
-    if name_of(node) == "einsum":
-        equation, *operands = node.args
-        operands = list(operands[0]) if len(operands) == 1 else operands  # type: ignore[arg-type]
-        left, _, out = str(equation).replace(" ", "").partition("->")
-        labels = left.split(",")
-    else:
-        operands = [argument(node, 0, "input"), argument(node, 1, "other")]
+def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, str, str, str]:
+    """Returns both operands of a product of batches, and the labels of the dimensions of operands and output."""
+    equation, operands = node.args[0], node.args[1:]
+    if name_of(node) != "einsum":
         batch = "ABCDEFG"[: value_of(node).dim() - 2]
-        labels, out = [f"{batch}nd", f"{batch}dm"], f"{batch}nm"
-    values = [value_of(each) for each in operands]  # type: ignore[arg-type]
-    plain = len(operands) == len(labels) == 2 and out and all(len(set(each)) == len(each) for each in (*labels, out))
+        equation, operands = f"{batch}nd,{batch}dm->{batch}nm", node.args
+    found = re.fullmatch(r"([a-zA-Z]{3,}),([a-zA-Z]{3,})->([a-zA-Z]{3,})", str(equation).replace(" ", ""))
+    shapes = [value_of(each).shape for each in operands if value_of(each) is not None]
+    if (
+        found is None
+        or len(shapes) != 2
+        or [len(each) for each in found.groups()[:2]] != [len(each) for each in shapes]
+    ):
+        raise UnreadableError("its products are not those of two batches of matrices")
     sizes: dict[str, Any] = {}
-    for value, names in zip(values, labels):
-        if not plain or not isinstance(value, Tensor) or len(names) != value.dim() or not names.isalpha():
-            raise UnreadableError("its products broadcast, or are sums of more than one dimension")
-        for name, size in zip(names, value.shape):
-            if not is_same_shape([sizes.setdefault(name, size)], [size]):
-                raise UnreadableError("its heads share keys, or its products broadcast")
-    return (operands[0], labels[0]), (operands[1], labels[1]), out  # type: ignore[return-value]
+    for label, size in (*zip(found[1], shapes[0]), *zip(found[2], shapes[1])):
+        if not is_same_shape([sizes.setdefault(label, size)], [size]):
+            raise UnreadableError("its heads share keys, or its products broadcast")
+    return operands[0], operands[1], found[1], found[2], found[3]  # type: ignore[return-value]

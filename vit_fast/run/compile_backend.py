@@ -9,10 +9,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from ..ops.registration import matmul_dtype
 from ..reading.capture import UnreadableError
 from ..reading.cores import Core, core_of
 from ..reading.proof import run_reading
-from ..reading.regions import ATTENTION, Found, Regions, hint, is_linear, name_of, value_of
+from ..reading.regions import ATTENTION, Region, Regions, hint, is_linear, is_same_shape, name_of, value_of
 from ..version import __version__
 
 _LOG = logging.getLogger(__name__)
@@ -47,6 +45,7 @@ class Backend:
 
     def __init__(self) -> None:
         self.reports: deque[GraphReport] = deque(maxlen=100)
+        self.reset: Callable[[], None] = lambda: None
 
     def __call__(
         self, graph_module: fx.GraphModule, example_inputs: list[Any], *, mode: str | None = None,
@@ -75,12 +74,8 @@ class Backend:
         if rest == "eager":
             return graph_module.forward
         inductor = torch._TorchCompileInductorWrapper(mode or "default", others or None, None)
+        self.reset = inductor.reset  # of CUDA graphs, for torch.compiler.reset()
         return inductor(graph_module, example_inputs)
-
-    def reset(self) -> None:
-        """Forgets the CUDA graphs of Inductor, for torch.compiler.reset()."""
-        if (trees := sys.modules.get("torch._inductor.cudagraph_trees")) is not None:
-            trees.reset_cudagraph_trees()
 
 
 backend = Backend()  # the entry point of the package
@@ -106,75 +101,66 @@ def replace(graph_module: fx.GraphModule, backend: str) -> GraphReport:
 
 
 def _rewrite(graph: fx.Graph, backend: str) -> list[ModuleReport]:
-    regions, done = Regions(graph), set[fx.Node]()
-    rows: dict[fx.Node, ModuleReport] = {}
-    changes: list[_Change] = []
+    regions, done, now = Regions(graph), set[fx.Node](), dict[fx.Node, fx.Node]()
+    found: dict[fx.Node, tuple[ModuleReport, _Change | None]] = {}
     for attends in (True, False):
         for seed in regions.nodes:
             if seed in done or _is_fused(seed) or not (name_of(seed) in ATTENTION if attends else is_linear(seed)):
                 continue
-            found, reasons = regions.read_around(seed, done)
-            if found is not None:
-                changes.append(_parts_change(found, backend))
-                rows[seed] = _row(found.region.y, found.recipe.kind)
-            elif attends:
-                try:
-                    changes.append(_core_change(core_of(seed), regions, backend))
-                    rows[seed] = _row(seed, "attention core", notes=[f"only the core: {each}" for each in reasons[:1]])
-                except UnreadableError as error:
-                    rows[seed] = _row(seed, "attention core", [str(error), *reasons[:1]])
-            elif reasons:
-                rows[seed] = _row(seed, "norm + MLP", reasons[:1])
-            done.update(changes[-1][0] if seed in rows and rows[seed].fused else ())
-    now: dict[fx.Node, fx.Node] = {}
-    for nodes, function, inputs in changes:
-        y = nodes[-1]
-        with graph.inserting_before(y):
-            new = graph.call_function(function, tuple(now.get(each, each) for each in inputs))
-        new.meta = y.meta | {"is_wrapped": True, "user_cache_hash": function.__name__}  # for the cache of AOTAutograd
-        y.replace_all_uses_with(new)
-        now[y] = new
-        for node in reversed(nodes):
-            graph.erase_node(node)
-    return [rows[node] for node in regions.nodes if node in rows]
+            region, reasons = regions.read(seed, done)
+            change, part, why = None, "attention core" if attends else "MLP", reasons[:1]
+            try:
+                if region is not None:
+                    change, part = _region_change(region, backend), region.recipe.kind
+                elif attends:
+                    change = _core_change(core_of(seed), regions, backend)
+            except UnreadableError as error:
+                why = [str(error), *why]
+            if change is not None or why:
+                found[seed] = _row(seed if region is None else region.nodes[-1], part, change is not None, why), change
+                done.update(() if change is None else change[0])
+    for _, change in found.values():
+        if change is not None:
+            nodes, function, inputs = change
+            with graph.inserting_before(nodes[-1]):
+                new = graph.call_function(function, tuple(now.get(each, each) for each in inputs))
+            # for the cache of AOTAutograd
+            new.meta = nodes[-1].meta | {"is_wrapped": True, "user_cache_hash": function.__name__}
+            nodes[-1].replace_all_uses_with(new)
+            now[nodes[-1]] = new
+            for node in reversed(nodes):
+                graph.erase_node(node)
+    return [found[node][0] for node in regions.nodes if node in found]
 
 
 def _is_fused(node: fx.Node) -> bool:
-    return any(isinstance(cls, type) and issubclass(cls, FusedModule) for _, cls in _modules(node))
+    classes = [cls for _, cls in (node.meta.get("nn_module_stack") or {}).values()]
+    return any(isinstance(cls, type) and issubclass(cls, FusedModule) for cls in classes)
 
 
-def _modules(node: fx.Node) -> list[tuple[str, Any]]:
-    """Returns path and class of the modules whose forward contains a node, outermost first."""
-    return list((node.meta.get("nn_module_stack") or {}).values())
-
-
-def _row(node: fx.Node, part: str, reasons: Sequence[str] = (), notes: Sequence[str] = ()) -> ModuleReport:
-    """Names the innermost module, or the line of the source if there is none."""
-    modules, lines = (
-        _modules(node),
-        re.findall(r'File "(.*)", line (\d+), in (\w+)', node.meta.get("stack_trace") or ""),
-    )
+def _row(node: fx.Node, part: str, replaced: bool, why: Sequence[str]) -> ModuleReport:
+    """Returns a row with the innermost module that contains a node, or the line of the source if there is none."""
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    lines = re.findall(r'([^/\\]*)", line (\d+), in (\w+)', node.meta.get("stack_trace") or "")
     if modules:
-        path, cls = modules[-1]
-        name, class_name = (
-            re.sub(r"_modules\['(\w+)'\]|L\['self'\]\.?", r"\1", path),
-            getattr(cls, "__name__", str(cls)),
-        )
+        name, cls = modules[-1]
+        name, cls = re.sub(r"L\['self'\]\.?", "", name), getattr(cls, "__name__", str(cls))
     else:
-        path, line, class_name = lines[-1] if lines else ("graph", "0", node.name)
-        name = f"{Path(path).name}:{line}"
-    return ModuleReport(name, class_name, part, not reasons, tuple(reasons), tuple(notes))
+        file, line, cls = lines[-1] if lines else ("graph", node.name, "")
+        name = f"{file}:{line}"
+    notes = tuple(f"only the core: {reason}" for reason in why if replaced)
+    return ModuleReport(name, cls, part, replaced, () if replaced else tuple(why), notes)
 
 
-def _backend_of(backend: str, x: Tensor, tensors: Sequence[Tensor], head_dim: int) -> str:
-    """Resolves "auto" for tensors that the kernels may not support. Depends on autocast, so call it while tracing."""
-    fits = head_dim == 0 or MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM
-    fits = fits and x.dtype in DTYPES and all(each.dtype in (torch.float32, matmul_dtype(x)) for each in tensors)
+def _resolved(backend: str, x: Tensor, weights: Sequence[Tensor], head_dim: int | None) -> str:
+    """Resolves "auto", also by what the kernels support. Depends on autocast, so call it while tracing."""
+    fits = x.dtype in DTYPES and all(each.dtype in (torch.float32, matmul_dtype(x)) for each in weights)
+    fits = fits and (head_dim is None or MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM)
     return "sdpa" if backend == "auto" and not fits else resolve_backend(backend, x.device, x.dtype)
 
 
-def _named(function: Callable[..., Tensor], y: fx.Node, *content: object) -> Callable[..., Tensor]:
-    """Gives a function a name that depends on what it computes, and an output like that of a node."""
+def _like(y: fx.Node, function: Callable[..., Tensor], *content: object) -> Callable[..., Tensor]:
+    """Gives a function the dtype and the order of strides of a node, and a name that tells what it computes."""
     value = value_of(y)
     dtype, strides = value.dtype, list(map(hint, value.stride()))
     order = sorted(range(len(strides)), key=lambda i: -strides[i])
@@ -183,13 +169,13 @@ def _named(function: Callable[..., Tensor], y: fx.Node, *content: object) -> Cal
     def replacement(*tensors: Tensor) -> Tensor:
         return function(*tensors).to(dtype).permute(order).contiguous().permute(back)
 
-    text = repr((content, dtype, order, value.device, torch.is_autocast_enabled(value.device.type), __version__))
+    text = repr((content, dtype, order, resolve_backend("auto", value.device), matmul_dtype(value), __version__))
     replacement.__name__ = f"vit_fast_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     return replacement
 
 
-def _parts_change(found: Found, backend: str) -> _Change:
-    recipe, places = found.recipe, [(at, name, transposed) for at, name, _, transposed in found.weights]
+def _region_change(region: Region, backend: str) -> _Change:
+    recipe, places = region.recipe, [(at, name, transposed) for at, name, _, transposed in region.weights]
 
     def run(x: Tensor, *weights: Tensor) -> Tensor:
         root = nn.Module()
@@ -197,42 +183,34 @@ def _parts_change(found: Found, backend: str) -> _Change:
             holder = vars(root).setdefault(f"holder{at}", nn.Module())
             vars(holder).setdefault("bias", None)
             vars(holder)[name] = weight.t() if transposed else weight
-        reading, head_dim = recipe.reading(root), 0
+        reading, head_dim = recipe.reading(root), None
         if (half := reading.attention) is not None:
             head_dim = sum(tensor_of(*slot).shape[0] for slot in half.qkv.weights) // (3 * half.num_heads)
-        chosen = _backend_of(backend, x, weights, head_dim)
+        chosen = _resolved(backend, x, weights, head_dim)
         parts = BlockParts(half, reading.mlp, (), (), watch=None)  # type: ignore[arg-type]
-        if chosen == "triton" and half is not None and half.norm is not None and runs_whole(parts):
+        if chosen == "triton" and runs_whole(parts):
             return reading.restored(run_block(parts, reading.batched(x))[0], x)
         return run_reading(reading, x, chosen)
 
-    inputs = (found.region.x, *(node for _, _, node, _ in found.weights))
-    y = found.region.y
-    return (
-        found.region.nodes,
-        _named(run, y, recipe, places, backend, resolve_backend(backend, value_of(y).device)),
-        inputs,
-    )
+    inputs = (region.x, *(node for _, _, node, _ in region.weights))
+    return region.nodes, _like(region.nodes[-1], run, recipe, places, backend), inputs
 
 
 def _core_change(core: Core, regions: Regions, backend: str) -> _Change:
-    y, (q, *_) = core.nodes[-1], (value_of(node) for node, _ in core.operands)
-    resolved = _backend_of(backend, q, (), q.shape[core.operands[0][1][-1]])
-    if not core.is_spelled and resolved != "triton":
-        raise UnreadableError(f"it is scaled_dot_product_attention already, for which {resolved} has nothing faster")
+    q, v = value_of(core.q), value_of(core.v)
+    if core.nodes[1:] == () and _resolved(backend, q, (), q.shape[-1]) != "triton":
+        raise UnreadableError("it is scaled_dot_product_attention already")
+    dtypes = {value_of(each).dtype for each in (core.q, core.k, core.v)}
+    if len(dtypes) > 1 or not is_same_shape(q.shape[-1:], v.shape[-1:]):
+        raise UnreadableError("its q, k and v have different dtypes or widths")
     if not regions.is_closed(core.nodes):
-        raise UnreadableError("tensors are written while it runs")
-    orders, divides = [order for _, order in core.operands], [each for _, each in core.factors]
+        raise UnreadableError("other operators write into tensors between its operators")
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *factors: Tensor) -> Tensor:
-        q, k, v = (each.permute(order) for each, order in zip((q, k, v), orders))
-        for factor, divide in zip(factors, divides):
-            q = q / factor if divide else q * factor
-        batch = q.shape[:-3]
-        q, k, v = (each.flatten(0, -4) if each.dim() > 4 else each.view(-1, *each.shape[-3:]) for each in (q, k, v))
-        chosen = _backend_of(backend, q, (), q.shape[-1])
-        out = attention(q, k, v, scale=core.scale, backend=chosen)
-        return out.view(*batch, *out.shape[1:]).permute(core.order)
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, k = q.shape[:-2], k.mT if core.transposes else k
+        q, k, v = (each.reshape(-1, *each.shape[-3:]) for each in (q, k, v))  # [B, H, N, D]
+        out = attention(q, k, v, scale=core.scale, backend=_resolved(backend, q, (), q.shape[-1]))
+        return out.reshape(*batch, *out.shape[2:]).permute(core.order)
 
-    inputs = (*(node for node, _ in core.operands), *(node for node, _ in core.factors))
-    return core.nodes, _named(run, y, orders, divides, core.scale, core.order, backend, resolved), inputs
+    content = (core.scale, core.order, core.transposes, backend)
+    return core.nodes, _like(core.nodes[-1], run, *content), (core.q, core.k, core.v)
