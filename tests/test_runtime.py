@@ -268,7 +268,11 @@ def no_compiled_graphs() -> Iterator[None]:
 def quick_compiler(no_compiled_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces as torch.compile does, but generates no code, because these tests check the graphs."""
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, *, mode, backend, **rest: compile_(model, backend="aot_eager", **rest))
+
+    def compile_quickly(model: nn.Module, *, fullgraph: bool, dynamic: bool | None, **_: Any) -> Any:
+        return compile_(model, backend="aot_eager", fullgraph=fullgraph, dynamic=dynamic)
+
+    monkeypatch.setattr(torch, "compile", compile_quickly)
 
 
 @pytest.mark.fast_cases("timm-vit")
