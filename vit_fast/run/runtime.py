@@ -37,8 +37,8 @@ def compile(
         dynamic_batch: True compiles one graph for all batch sizes from 2, and one for size 1, instead of one graph per
             size. The first axis of each input must be the batch.
         fullgraph: True raises an error at a graph break.
-        backend: "vit_fast" reads each graph as `fuse` reads modules, and replaces attention, MLPs and blocks, also
-            those that no module contains. Inductor compiles the rest. "inductor" replaces nothing.
+        backend: "vit_fast" replaces attention cores by fused attention, also those that no module contains. Inductor
+            compiles the rest. "inductor" replaces nothing.
     Returns:
         The result of torch.compile. The keys of its state_dict start with "_orig_mod.". After the first call, its
         attribute `vit_fast_reports` contains a report of the backend for each graph; print it to show a table.
