@@ -268,7 +268,7 @@ def test_other_precisions_of_any_model(name: str, precision: Any, tmp_path: Path
         return
     assert list(report.outputs) == names and report.verified == given["verify"]
     info = inspect_onnx(tmp_path / "m.onnx")
-    assert info.precision == {"int8-dynamic": "int8"}.get(precision, precision)
+    assert (info.precision == "bf16") == (precision == "bf16") and info.fp8 == (precision == "fp8")
     assert report.eight_bit is None or report.eight_bit.matmuls > len(report.eight_bit.in_float)
 
 
