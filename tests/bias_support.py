@@ -32,7 +32,7 @@ def bias_inputs(
     if "rel" in forms:
         made["rel"] = normal(B, H, N, M // grid), normal(B, H, N, grid)
     if "scale" in forms:
-        made["scale"] = (torch.rand(H, device=DEVICE) + 0.1).to(dtype).requires_grad_()
+        made["scale"] = ((torch.rand(H, device=DEVICE) + 0.1) * 2 * D**-0.5).to(dtype).requires_grad_()
     if "key_mask" in forms:
         made["key_mask"] = torch.rand(B, M, device=DEVICE) < 0.7
     return made

@@ -19,8 +19,8 @@ EVERYTHING = ("bias", "masked", "window_mask", "scale", "key_mask")
 COMBINED = (*((form,) for form in FORMS if form != "key_mask"), EVERYTHING, (*EVERYTHING, "rel"))
 # B, H, N, M, D and Kw: one tile, several query or key tiles, head dimensions of one and of two blocks
 SIZES = {
-    "window": (5, 2, 17, 20, 16, 5), "tile": (2, 1, 64, 64, 32, 16), "long": (2, 1, 70, 80, 16, 20),
-    "few keys": (3, 1, 90, 3, 80, 3), "few queries": (1, 2, 1, 80, 48, 40),
+    "window": (5, 2, 17, 20, 16, 5), "tile": (1, 3, 64, 64, 32, 16), "long": (2, 1, 70, 80, 16, 20),
+    "few keys": (3, 1, 90, 3, 80, 3), "few queries": (1, 2, 1, 180, 48, 90),  # with two tiles per row of the grid
 }  # fmt: skip
 FAST = {
     ("window", EVERYTHING, DTYPES[-2]),

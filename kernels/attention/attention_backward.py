@@ -34,6 +34,7 @@ from .attention_tiles import (
     mask_of_image,
     over_tiles,
     real_keys,
+    row_dot,
     rows_of_program,
     scaled,
     store_tile,
@@ -59,13 +60,11 @@ def _dq_step(pair, start, n_kv, shared, dq, KEYS: tl.constexpr, MASKED: tl.const
 
 
 @triton.jit
-def _query_tile(q, do, o, lse_ptr, delta_ptr, row, start, n_q, ROWS: tl.constexpr, FORM):
+def query_tile(q, do, o, lse_ptr, delta_ptr, row, start, n_q, ROWS: tl.constexpr, FORM):
     """Returns q, do, lse and delta of a query tile; stores delta. `row`: index of query 0 of the head in lse."""
     do_early = load_tile(do, start, n_q, ROWS, FORM, True)
     ot = load_tile(o, start, n_q, ROWS, FORM, True)
-    delta = tl.sum(do_early[0].to(tl.float32) * ot[0].to(tl.float32), 1)
-    if len(ot) > 1:
-        delta += tl.sum(do_early[1].to(tl.float32) * ot[1].to(tl.float32), 1)
+    delta = row_dot(do_early, ot)
     rows = start + tl.arange(0, ROWS)
     row += rows
     tl.store(delta_ptr + row, delta, mask=rows < n_q)
@@ -106,7 +105,7 @@ def _attention_bwd_dq_kernel(
         if mask[0] is not None:
             kv_end = last_unmasked(mask, n_kv)
 
-    qt, dot, lse, delta = _query_tile(q, do, o, lse_ptr, delta_ptr, bh.to(tl.int64) * n_q, start, end, BLOCK_M, FORM)
+    qt, dot, lse, delta = query_tile(q, do, o, lse_ptr, delta_ptr, bh.to(tl.int64) * n_q, start, end, BLOCK_M, FORM)
     acc = over_tiles(
         _dq_step, full, (tail,), (qt, dot, lse, delta, mask, qk_scale), zero_tile(BLOCK_M, FORM),
         begin, kv_end, FIXED, FORM, LOOP,

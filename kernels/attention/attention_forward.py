@@ -47,8 +47,17 @@ LENGTH_CLASS = tl.constexpr(8)
 
 
 @triton.jit
-def _store_results(o, lse_ptr, acc, total, lse, o_scale_ptr, row, start, n_q, ROWS: tl.constexpr, FORM):
-    """Stores lse, and o = acc / total [* o_scale], of a query tile. `row`: index of query 0 of the head in lse."""
+def store_state(o, lse_ptr, state, o_scale_ptr, row, start, n_q, EMPTY: tl.constexpr, ROWS: tl.constexpr, FORM):
+    """Stores lse, and o = acc / total [* o_scale], of a query tile. `row`: index of query 0 of the head in lse.
+
+    state: maximum and sum of the weights in base 2, and the output before the division. EMPTY: some queries may have no
+    keys.
+    """
+    row_max, total, acc = state
+    lse = row_max + tl.math.log2(total)
+    if EMPTY:  # with lse = inf, the backward computes p = 0
+        lse = tl.where(total == 0.0, float("inf"), lse)
+        total = tl.where(total == 0.0, 1.0, total)
     inverse = 1.0 / total
     rows = start + tl.arange(0, ROWS)
     tl.store(lse_ptr + row + rows, lse, mask=rows < n_q)
@@ -129,34 +138,51 @@ def _attention_fwd_row_kernel(
             p = tl.math.exp2(scores[i] * qk_scale - row_max[:, None])
             total += tl.sum(p, 1)
             acc = dot_add(p, values[i], acc)
-        lse = row_max + tl.math.log2(total)
-        _store_results(o, lse_ptr, acc, total, lse, o_scale_ptr, bh.to(tl.int64) * n_q, start, n_q, BLOCK_M, FORM)
+        state = row_max, total, acc
+        store_state(o, lse_ptr, state, o_scale_ptr, bh.to(tl.int64) * n_q, start, n_q, False, BLOCK_M, FORM)
+
+
+@triton.jit
+def online_softmax(scores, factor, vt, state, EMPTY: tl.constexpr, FIRST: tl.constexpr):
+    """Adds a tile of scores, times `factor` in base 2, and its values to the maximum, sum and output of a query tile.
+
+    EMPTY: all keys so far may be masked. The maximum is then -inf; `shift` is 0 to avoid -inf - -inf. FIRST: `state` is
+    from `empty_state`.
+    """
+    row_max, total, acc = state
+    new_max = tl.max(scores, 1) * factor
+    if not FIRST:
+        new_max = tl.maximum(row_max, new_max)
+    shift = new_max
+    if EMPTY:
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.math.exp2(scores * factor - shift[:, None])
+    if FIRST:
+        total = tl.sum(p, 1)
+    else:
+        rescale = tl.math.exp2(row_max - shift)
+        total = total * rescale + tl.sum(p, 1)
+        acc = scaled(acc, rescale[:, None])
+    return new_max, total, dot_add(p, vt, acc)
+
+
+@triton.jit
+def empty_state(ROWS: tl.constexpr, FORM):
+    """Returns maximum, sum and output of a query tile before its first keys."""
+    return tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), zero_tile(ROWS, FORM)
 
 
 @triton.jit
 def _online_step(pair, start, n_kv, shared, state, KEYS: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr, FORM):
-    """Adds keys start .. start + KEYS to the running maximum, sum and output of a query tile.
-
-    With a key mask, all keys so far may be masked. The running maximum is then -inf; `shift` is 0 to avoid -inf - -inf.
-    """
+    """Adds keys start .. start + KEYS to the state of a query tile."""
     k, v = pair
     qt, mask, qk_scale = shared
-    row_max, total, acc = state
     kt = load_tile(k, start, n_kv, KEYS, FORM, MASKED)
     vt = load_tile(v, start, n_kv, KEYS, FORM, MASKED)
     scores = dot_transposed(qt, kt)  # [BLOCK_M, KEYS]
     if MASKED or mask[0] is not None:
         scores = tl.where(real_keys(mask, start, n_kv, KEYS)[None, :], scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * qk_scale)
-    shift = new_max
-    if mask[0] is not None:
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.math.exp2(scores * qk_scale - shift[:, None])
-    rescale = tl.math.exp2(row_max - shift)
-    total = total * rescale + tl.sum(p, 1)
-    if not FIRST:
-        acc = scaled(acc, rescale[:, None])
-    return new_max, total, dot_add(p, vt, acc)
+    return online_softmax(scores, qk_scale, vt, state, mask[0] is not None, FIRST)
 
 
 @triton.jit
@@ -190,15 +216,11 @@ def _attention_fwd_looped_kernel(
             kv_end = last_unmasked(mask, n_kv)
 
     qt = load_tile(q, start, end, BLOCK_M, FORM, True)
-    state = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32), zero_tile(BLOCK_M, FORM)
-    row_max, total, acc = over_tiles(
-        _online_step, full, (tail_b, tail_c), (qt, mask, qk_scale), state, begin, kv_end, FIXED, FORM, LOOP
-    )
-    lse = row_max + tl.math.log2(total)
-    if not FIXED:  # queries without keys: with lse = inf, the backward computes p = 0
-        lse = tl.where(total == 0.0, float("inf"), lse)
-        total = tl.where(total == 0.0, 1.0, total)
-    _store_results(o, lse_ptr, acc, total, lse, o_scale_ptr, bh.to(tl.int64) * n_q, start, end, BLOCK_M, FORM)
+    state = over_tiles(
+        _online_step, full, (tail_b, tail_c), (qt, mask, qk_scale), empty_state(BLOCK_M, FORM),
+        begin, kv_end, FIXED, FORM, LOOP,
+    )  # fmt: skip
+    store_state(o, lse_ptr, state, o_scale_ptr, bh.to(tl.int64) * n_q, start, end, not FIXED, BLOCK_M, FORM)
 
 
 def forward_launch(

@@ -66,9 +66,16 @@ def _blocks(tensor: torch.Tensor, rows: int, tma: bool) -> tuple[Any, Any]:
     return lo, hi
 
 
-def needs_wide_offsets(*tensors: torch.Tensor) -> bool:
-    """True if offsets within a tile may exceed int32."""
-    return any(_MAX_TILE_ROWS * abs(tensor.stride(2)) >= 2**31 for tensor in tensors)
+def needs_wide_offsets(*tensors: torch.Tensor, rows: int = _MAX_TILE_ROWS) -> bool:
+    """True if offsets within a tile, whose rows are at most `rows` apart, may exceed int32."""
+    return any(rows * abs(tensor.stride(2)) >= 2**31 for tensor in tensors)
+
+
+def addressing(tensors: Sequence[torch.Tensor], rows: int = _MAX_TILE_ROWS) -> tuple[Any, Any]:
+    """Returns the argument `strides` and the constant FORM (attention_tiles.py); `rows`: see `needs_wide_offsets`."""
+    head_dim, align = tensors[0].shape[-1], _common_alignment(*tensors)
+    strides = tuple(tuple(16 * (step // align) for step in tensor.stride()[:3]) for tensor in tensors)
+    return strides, (head_dim, *split_head_dim(head_dim), needs_wide_offsets(*tensors, rows=rows), align)
 
 
 def _common_alignment(*tensors: torch.Tensor) -> int:
@@ -114,7 +121,7 @@ def tiled_launch(
     rows, (sequences, _, key_mask, _) = next(iter(own.values())), args.get("limits", (None,) * 4)
     fixed = sequences is None and key_mask is None
     tma = config.tma and all(map(tma_allows, (tensors if fixed else streamed).values()))
-    align = _common_alignment(*tensors.values())
+    strides, form = addressing(tuple(tensors.values()))
     blocks = {name: _blocks(tensor, block, tma and fixed) for name, tensor in own.items()}
     for name, tensor in streamed.items():
         for letter, piece in zip("abc", pieces):
@@ -124,13 +131,10 @@ def tiled_launch(
     programs = rows.shape[0] * rows.shape[1] * tiles
     if sequences is not None:
         programs = rows.shape[1] * (rows.shape[2] // block + sequences.shape[0])
-    head_dim, wide = rows.shape[-1], needs_wide_offsets(*tensors.values())
     args = {
         **{f"{name}_{part}": block for name, pair in blocks.items() for part, block in zip(("lo", "hi"), pair)},
-        "strides": tuple(tuple(16 * (step // align) for step in tensor.stride()[:3]) for tensor in tensors.values()),
-        "sizes": tuple(map(unspecialized, sizes)), **args,
+        "strides": strides, "sizes": tuple(map(unspecialized, sizes)), **args,
     }  # fmt: skip
-    form = head_dim, *split_head_dim(head_dim), wide, align
     return Launch(
         kernel, (programs,), args, {"FORM": form, **constants},
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg, device=rows.device,

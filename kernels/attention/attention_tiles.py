@@ -21,7 +21,8 @@ Related arguments are grouped. `attention_launch.py` makes the arguments of the 
 - FORM: constants (D, LO, HI, WIDE, ALIGN). HI is 0 if there is no second block. WIDE: offsets within a tile need int64.
 - tensor: (lo, hi, image, head, strides) of a tensor [B, H, N, D] with last stride 1. lo and hi are TMA descriptors of
   the blocks, or lo points to the tensor and hi is not used. strides: of images, heads and rows, times 16 / ALIGN, where
-  ALIGN is the largest power of two, up to 16, that divides all strides.
+  ALIGN is the largest power of two, up to 16, that divides all strides. A sixth element, if any, points to the numbers
+  of the rows in the image: row i of the tensor is then row numbers[i] of the image (windows, bias_tiles.py).
 - LOOP: constants (rows of a program, rows of a loop step, FULL, TAIL_B, TAIL_C, MASKED, STAGES); see `over_tiles`.
 - sizes: (heads, N_q, N_kv). limits: (sequences, number of sequences, key_mask, its stride), or None.
 
@@ -138,11 +139,14 @@ def _stride(strides, AXIS: tl.constexpr, FORM):
 
 
 @triton.jit
-def _pointers(tensor, start, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, FORM):
+def _pointers(tensor, start, n_rows, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, FORM):
     """Returns pointers [ROWS, COLS] to a block; the offset of the tile is int64."""
-    pointer, _, b, h, strides = tensor
+    pointer, b, h, strides = tensor[0], tensor[2], tensor[3], tensor[4]
     stride_n = _stride(strides, 2, FORM)
     row = tl.arange(0, ROWS)
+    if len(tensor) > 5:
+        row = tl.load(tensor[5] + (start + row), mask=start + row < n_rows, other=0)
+        start = 0
     if FORM[3]:
         row = row.to(tl.int64)
     offsets = row[:, None] * stride_n + (tl.arange(0, COLS) + COLUMN)[None, :]
@@ -167,7 +171,7 @@ def _load_block(tensor, start, n_rows, INDEX: tl.constexpr, ROWS: tl.constexpr, 
     if isinstance(tensor[0], tl.tensor_descriptor):
         block = tensor[INDEX].load([tensor[2], tensor[3], start, COLUMN]).reshape(ROWS, COLS)
     else:
-        pointers = _pointers(tensor, start, COLUMN, ROWS, COLS, FORM)
+        pointers = _pointers(tensor, start, n_rows, COLUMN, ROWS, COLS, FORM)
         if MASKED:
             block = tl.load(pointers, mask=_mask(start, n_rows, COLUMN, ROWS, COLS, FORM), other=0.0)
         elif COLUMN + COLS > FORM[0]:
@@ -195,7 +199,7 @@ def _store_block(tensor, values, start, n_rows, INDEX: tl.constexpr, ROWS: tl.co
         block = values.to(tensor[INDEX].dtype).reshape(1, 1, ROWS, COLS)
         tensor[INDEX].store([tensor[2], tensor[3], start, COLUMN], block)
     else:
-        pointers = _pointers(tensor, start, COLUMN, ROWS, COLS, FORM)
+        pointers = _pointers(tensor, start, n_rows, COLUMN, ROWS, COLS, FORM)
         values = values.to(tensor[0].dtype.element_ty)
         tl.store(pointers, values, mask=_mask(start, n_rows, COLUMN, ROWS, COLS, FORM))
 
@@ -232,6 +236,15 @@ def chosen(tile, rows):
         return tl.where(rows, tile[0], 0.0), tl.where(rows, tile[1], 0.0)
     else:
         return (tl.where(rows, tile[0], 0.0),)
+
+
+@triton.jit
+def row_dot(a, b):
+    """Returns the sum over the columns of a * b, fp32 [ROWS], for two tiles."""
+    total = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
+    if len(a) > 1:
+        total += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
+    return total
 
 
 @triton.jit

@@ -15,163 +15,172 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_tiles import dot_add, dot_transposed, scaled, zero_tile
+from .attention_backward import query_tile
+from .attention_tiles import dot_add, dot_transposed, load_tile, row_dot, scaled, store_tile, zero_tile
 from .bias_tiles import (
-    LOG2_E,
     head_scale,
     keys_of_tile,
-    load_rows,
-    row_dot,
+    n_tiles,
+    scores_at,
+    scores_of,
     shared_terms,
-    store_rows,
+    sizes_of,
+    tensor_of,
     windows_of_program,
-    with_terms,
 )
 
 
 @triton.jit
 def _attention_bias_bwd_tile_kernel(
-    q, k, v, do, dq, dk, dv,
+    q, k, v, do, dq, dk, dv, strides,
     lse_ptr, delta_ptr,  # fp32 [n_batch, H, N_q], contiguous; delta is not used if WHOLE
     dscale_ptr,  # output if WHOLE: like lse, ds * (q k^T) summed over keys; or None
     parts_ptr,  # output: fp32 [chunks, H, N_q, N_kv], ds summed over the windows of a program; or None
-    terms, sizes, scale,
-    D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    terms, sizes, scale, FORM, TILE, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    n_heads, n_q, n_kv, n_masks, n_steps = sizes[1], sizes[2], sizes[3], sizes[4], sizes[8]
-    FORM: tl.constexpr = (D, LO, HI, WIDE)
-    PRECISION: tl.constexpr = "ieee" if LO + HI > 64 else "tf32"
+    BLOCK_M: tl.constexpr = TILE[0]
+    BLOCK_N: tl.constexpr = TILE[1]
+    STAGES: tl.constexpr = TILE[2]
+    PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
+    sizes = sizes_of(sizes, TILE)
+    n_heads, n_q, n_kv, n_masks, n_steps = sizes[1], sizes[2], sizes[3], sizes[4], n_tiles(sizes)
     tiles = tl.cdiv(n_q, BLOCK_M) * n_steps
     tile = tl.program_id(0) % n_steps
     h = tl.program_id(0) // tiles % n_heads
     chunk = tl.program_id(0) // tiles // n_heads
-    mask_row, first, last = windows_of_program(chunk, sizes)
-    rows = tl.program_id(0) % tiles // n_steps * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = rows < n_q
-    keys, real = keys_of_tile(tile, sizes, BLOCK_N)
-    r, r_in, c, c_in = rows[:, None], inside[:, None], keys[None, :], real[None, :]
+    mask_row, first_window, end_window = windows_of_program(chunk, sizes)
+    start = tl.program_id(0) % tiles // n_steps * BLOCK_M
+    query = start + tl.arange(0, BLOCK_M)
+    inside = query < n_q
+    first, end = keys_of_tile(tile, sizes, TILE)
     factor = head_scale(scale, h, terms)
-    shared = shared_terms(first * n_masks + mask_row, h, r, c, r_in, c_in, terms, sizes)
+    at = scores_at(first_window * n_masks + mask_row, h, query[:, None], tile, sizes, TILE)
+    shared = shared_terms(at, terms, sizes, TILE)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for i in tl.range(first, last, num_stages=STAGES):
+    for i in tl.range(first_window, end_window, num_stages=STAGES):
         window = i * n_masks + mask_row
-        row_offset = (tl.cast(window, tl.int64) * n_heads + h) * n_q + rows
-        qt = load_rows(q, window, h, rows, inside, terms, sizes, FORM)
-        kt = load_rows(k, window, h, keys, real, terms, sizes, FORM)
-        vt = load_rows(v, window, h, keys, real, terms, sizes, FORM)
-        dot = load_rows(do, window, h, rows, inside, terms, sizes, FORM)
-        scores = dot_transposed(qt, kt, PRECISION) * (factor * LOG2_E)
-        scores = with_terms(scores, shared, tile, window, h, r, c, r_in, c_in, terms, sizes)
-        p = tl.math.exp2(scores - tl.load(lse_ptr + row_offset, mask=inside, other=float("inf"))[:, None])
+        row = (tl.cast(window, tl.int64) * n_heads + h) * n_q + query
+        qt = load_tile(tensor_of(q, window, h, strides[0], terms, sizes), start, n_q, BLOCK_M, FORM, True)
+        kt = load_tile(tensor_of(k, window, h, strides[1], terms, sizes), first, end, BLOCK_N, FORM, True)
+        vt = load_tile(tensor_of(v, window, h, strides[2], terms, sizes), first, end, BLOCK_N, FORM, True)
+        dot = load_tile(tensor_of(do, window, h, strides[3], terms, sizes), start, n_q, BLOCK_M, FORM, True)
+        here = scores_at(window, h, query[:, None], tile, sizes, TILE)
+        scores = scores_of(qt, kt, factor, shared, here, terms, sizes, PRECISION)
+        p = tl.math.exp2(scores - tl.load(lse_ptr + row, mask=inside, other=float("inf"))[:, None])
         dp = dot_transposed(dot, vt, PRECISION)
         if WHOLE:  # the same as rowsum(do * o), without reading o
             delta = tl.sum(p * dp, 1)
         else:
-            delta = tl.load(delta_ptr + row_offset, mask=inside, other=0.0)
+            delta = tl.load(delta_ptr + row, mask=inside, other=0.0)
         ds = p * (dp - delta[:, None])
         total += ds
         if WHOLE:
             dvt = dot_add(tl.trans(p), dot, zero_tile(BLOCK_N, FORM), PRECISION)
-            store_rows(dv, dvt, window, h, keys, real, terms, sizes, FORM)
-            dkt = dot_add(tl.trans(ds), qt, zero_tile(BLOCK_N, FORM), PRECISION)
-            store_rows(dk, scaled(dkt, factor), window, h, keys, real, terms, sizes, FORM)
+            store_tile(tensor_of(dv, window, h, strides[6], terms, sizes), dvt, first, end, BLOCK_N, FORM)
+            dkt = scaled(dot_add(tl.trans(ds), qt, zero_tile(BLOCK_N, FORM), PRECISION), factor)
+            store_tile(tensor_of(dk, window, h, strides[5], terms, sizes), dkt, first, end, BLOCK_N, FORM)
             dqt = dot_add(ds, kt, zero_tile(BLOCK_M, FORM), PRECISION)
             if dscale_ptr is not None:
-                tl.store(dscale_ptr + row_offset, row_dot(dqt, qt), mask=inside)
-            store_rows(dq, scaled(dqt, factor), window, h, rows, inside, terms, sizes, FORM)
+                tl.store(dscale_ptr + row, row_dot(dqt, qt), mask=inside)
+            dqt = scaled(dqt, factor)
+            store_tile(tensor_of(dq, window, h, strides[4], terms, sizes), dqt, start, n_q, BLOCK_M, FORM)
     if parts_ptr is not None:
         parts_ptr += (tl.cast(chunk, tl.int64) * n_heads + h) * n_q * n_kv
-        tl.store(parts_ptr + (r * n_kv + c), total, mask=r_in & c_in)
+        tl.store(parts_ptr + (at[3] * n_kv + at[4]), total, mask=at[5] & at[6])
 
 
 @triton.jit
 def _attention_bias_bwd_dq_kernel(
-    q, k, v, o, do, dq,
+    q, k, v, o, do, dq, strides,
     lse_ptr,  # fp32 [n_batch, H, N_q], contiguous
     delta_ptr,  # output, like lse
     dscale_ptr,  # output, like lse: ds * (q k^T) summed over keys; or None
-    drel_h_ptr, drel_w_ptr,  # output: fp32 [n_batch, H, N_q, Kh or Kw], contiguous; or None
-    terms, sizes, scale,
-    D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    drel_h_ptr,  # output: fp32 [n_batch, H, N_q, tiles of keys], ds summed over the keys of a tile; or None
+    drel_w_ptr,  # output: fp32 [n_batch, H, N_q, Kw], contiguous; or None
+    terms, sizes, scale, FORM, TILE,
 ):  # fmt: skip
-    n_heads, n_q, n_steps = sizes[1], sizes[2], sizes[8]
-    FORM: tl.constexpr = (D, LO, HI, WIDE)
-    PRECISION: tl.constexpr = "ieee" if LO + HI > 64 else "tf32"
+    BLOCK_M: tl.constexpr = TILE[0]
+    BLOCK_N: tl.constexpr = TILE[1]
+    STAGES: tl.constexpr = TILE[2]
+    PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
+    sizes = sizes_of(sizes, TILE)
+    n_heads, n_q, step, height, width = sizes[1], sizes[2], sizes[7], sizes[8], sizes[9]
     tiles = tl.cdiv(n_q, BLOCK_M)
     h = tl.program_id(0) // tiles % n_heads
     window = tl.program_id(0) // tiles // n_heads
-    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = rows < n_q
-    r, r_in = rows[:, None], inside[:, None]
-    row_offset = (tl.cast(window, tl.int64) * n_heads + h) * n_q + rows
+    start = tl.program_id(0) % tiles * BLOCK_M
+    query = start + tl.arange(0, BLOCK_M)
+    inside = query < n_q
+    head_row = (tl.cast(window, tl.int64) * n_heads + h) * n_q
+    row = head_row + query
     factor = head_scale(scale, h, terms)
-    qt = load_rows(q, window, h, rows, inside, terms, sizes, FORM)
-    dot = load_rows(do, window, h, rows, inside, terms, sizes, FORM)
-    delta = row_dot(dot, load_rows(o, window, h, rows, inside, terms, sizes, FORM))
-    tl.store(delta_ptr + row_offset, delta, mask=inside)
-    lse = tl.load(lse_ptr + row_offset, mask=inside, other=float("inf"))
+    q_rows = tensor_of(q, window, h, strides[0], terms, sizes)
+    k_rows = tensor_of(k, window, h, strides[1], terms, sizes)
+    v_rows = tensor_of(v, window, h, strides[2], terms, sizes)
+    o_rows = tensor_of(o, window, h, strides[3], terms, sizes)
+    do_rows = tensor_of(do, window, h, strides[4], terms, sizes)
+    qt, dot, lse, delta = query_tile(q_rows, do_rows, o_rows, lse_ptr, delta_ptr, head_row, start, n_q, BLOCK_M, FORM)
     acc = zero_tile(BLOCK_M, FORM)
-    columns = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    tl.assume(n_steps > 0)  # otherwise wgmma is serialized, as in `over_tiles` of attention_tiles.py
-    for tile in tl.range(0, n_steps, num_stages=STAGES):
-        keys, real = keys_of_tile(tile, sizes, BLOCK_N)
-        c, c_in = keys[None, :], real[None, :]
-        kt = load_rows(k, window, h, keys, real, terms, sizes, FORM)
-        vt = load_rows(v, window, h, keys, real, terms, sizes, FORM)
-        added = shared_terms(window, h, r, c, r_in, c_in, terms, sizes)
-        scores = dot_transposed(qt, kt, PRECISION) * (factor * LOG2_E)
-        scores = with_terms(scores, added, tile, window, h, r, c, r_in, c_in, terms, sizes)
-        ds = tl.math.exp2(scores - lse[:, None]) * (dot_transposed(dot, vt, PRECISION) - delta[:, None])
-        acc = dot_add(ds, kt, acc, PRECISION)
-        if drel_h_ptr is not None:
-            tl.store(drel_h_ptr + row_offset * terms[9] + tile, tl.sum(ds, 1), mask=inside)
-            columns += ds
-    if drel_w_ptr is not None:
-        key = tl.arange(0, BLOCK_N)[None, :]
-        tl.store(drel_w_ptr + (row_offset[:, None] * terms[10] + key), columns, mask=r_in & (key < terms[10]))
+    tl.assume(height > 0)  # otherwise wgmma is serialized, as in `over_tiles` of attention_tiles.py
+    for column in tl.static_range(TILE[4] if TILE[4] else 1):
+        columns = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for tile in tl.range(column * height, column * height + height, num_stages=STAGES):
+            first, end = keys_of_tile(tile, sizes, TILE)
+            kt = load_tile(k_rows, first, end, BLOCK_N, FORM, True)
+            vt = load_tile(v_rows, first, end, BLOCK_N, FORM, True)
+            at = scores_at(window, h, query[:, None], tile, sizes, TILE)
+            added = shared_terms(at, terms, sizes, TILE)
+            scores = scores_of(qt, kt, factor, added, at, terms, sizes, PRECISION)
+            ds = tl.math.exp2(scores - lse[:, None]) * (dot_transposed(dot, vt, PRECISION) - delta[:, None])
+            acc = dot_add(ds, kt, acc, PRECISION)
+            if drel_h_ptr is not None:
+                tl.store(drel_h_ptr + row * n_tiles(sizes) + tile, tl.sum(ds, 1), mask=inside)
+                columns += ds
+        if drel_w_ptr is not None:
+            key = column * step + tl.arange(0, BLOCK_N)[None, :]
+            mask = inside[:, None] & (key < tl.minimum(width, column * step + step))
+            tl.store(drel_w_ptr + (row[:, None] * width + key), columns, mask=mask)
     if dscale_ptr is not None:
-        tl.store(dscale_ptr + row_offset, row_dot(acc, qt), mask=inside)
-    store_rows(dq, scaled(acc, factor), window, h, rows, inside, terms, sizes, FORM)
+        tl.store(dscale_ptr + row, row_dot(acc, qt), mask=inside)
+    store_tile(tensor_of(dq, window, h, strides[5], terms, sizes), scaled(acc, factor), start, n_q, BLOCK_M, FORM)
 
 
 @triton.jit
 def _attention_bias_bwd_dkdv_kernel(
-    q, k, v, do, dk, dv,
+    q, k, v, do, dk, dv, strides,
     lse_ptr, delta_ptr,  # fp32 [n_batch, H, N_q], contiguous
-    terms, sizes, scale,
-    D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    terms, sizes, scale, FORM, TILE,
 ):  # fmt: skip
-    n_heads, n_q, n_steps = sizes[1], sizes[2], sizes[8]
-    FORM: tl.constexpr = (D, LO, HI, WIDE)
-    PRECISION: tl.constexpr = "ieee" if LO + HI > 64 else "tf32"
+    BLOCK_M: tl.constexpr = TILE[0]
+    BLOCK_N: tl.constexpr = TILE[1]
+    STAGES: tl.constexpr = TILE[2]
+    PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
+    sizes = sizes_of(sizes, TILE)
+    n_heads, n_q, n_steps = sizes[1], sizes[2], n_tiles(sizes)
     tile = tl.program_id(0) % n_steps
     h = tl.program_id(0) // n_steps % n_heads
     window = tl.program_id(0) // n_steps // n_heads
-    keys, real = keys_of_tile(tile, sizes, BLOCK_N)
-    c, c_in = keys[:, None], real[:, None]
+    first, end = keys_of_tile(tile, sizes, TILE)
     factor = head_scale(scale, h, terms)
-    kt = load_rows(k, window, h, keys, real, terms, sizes, FORM)
-    vt = load_rows(v, window, h, keys, real, terms, sizes, FORM)
+    q_rows = tensor_of(q, window, h, strides[0], terms, sizes)
+    do_rows = tensor_of(do, window, h, strides[3], terms, sizes)
+    kt = load_tile(tensor_of(k, window, h, strides[1], terms, sizes), first, end, BLOCK_N, FORM, True)
+    vt = load_tile(tensor_of(v, window, h, strides[2], terms, sizes), first, end, BLOCK_N, FORM, True)
     dkt, dvt = zero_tile(BLOCK_N, FORM), zero_tile(BLOCK_N, FORM)
     tl.assume(n_q > 0)
     for start in tl.range(0, n_q, BLOCK_M, num_stages=STAGES):
-        rows = start + tl.arange(0, BLOCK_M)
-        inside = rows < n_q
-        r, r_in = rows[None, :], inside[None, :]
-        row_offset = (tl.cast(window, tl.int64) * n_heads + h) * n_q + rows
-        qt = load_rows(q, window, h, rows, inside, terms, sizes, FORM)
-        dot = load_rows(do, window, h, rows, inside, terms, sizes, FORM)
-        lse = tl.load(lse_ptr + row_offset, mask=inside, other=float("inf"))
-        delta = tl.load(delta_ptr + row_offset, mask=inside, other=0.0)
-        added = shared_terms(window, h, r, c, r_in, c_in, terms, sizes)
-        scores = dot_transposed(kt, qt, PRECISION) * (factor * LOG2_E)  # [BLOCK_N, BLOCK_M]
-        scores = with_terms(scores, added, tile, window, h, r, c, r_in, c_in, terms, sizes)
-        p = tl.math.exp2(scores - lse[None, :])
+        query = start + tl.arange(0, BLOCK_M)
+        inside = query < n_q
+        row = (tl.cast(window, tl.int64) * n_heads + h) * n_q + query
+        qt = load_tile(q_rows, start, n_q, BLOCK_M, FORM, True)
+        dot = load_tile(do_rows, start, n_q, BLOCK_M, FORM, True)
+        lse = tl.load(lse_ptr + row, mask=inside, other=float("inf"))
+        delta = tl.load(delta_ptr + row, mask=inside, other=0.0)
+        at = scores_at(window, h, query[None, :], tile, sizes, TILE)
+        added = shared_terms(at, terms, sizes, TILE)
+        p = tl.math.exp2(scores_of(kt, qt, factor, added, at, terms, sizes, PRECISION) - lse[None, :])
         dvt = dot_add(p, dot, dvt, PRECISION)
         ds = p * (dot_transposed(vt, dot, PRECISION) - delta[None, :])
         dkt = dot_add(ds, qt, dkt, PRECISION)
-    store_rows(dk, scaled(dkt, factor), window, h, keys, real, terms, sizes, FORM)
-    store_rows(dv, dvt, window, h, keys, real, terms, sizes, FORM)
+    store_tile(tensor_of(dk, window, h, strides[4], terms, sizes), scaled(dkt, factor), first, end, BLOCK_N, FORM)
+    store_tile(tensor_of(dv, window, h, strides[5], terms, sizes), dvt, first, end, BLOCK_N, FORM)

@@ -2,7 +2,7 @@
 
 Small windows are one tile of scores. A program loads bias and window mask once, and loops over windows with the same
 row of the window mask. With more queries or keys, a program computes a tile of queries of one window, and loops over
-tiles of keys with an online softmax (FlashAttention-2, arXiv 2307.08691).
+tiles of keys with the online softmax of attention_forward.py.
 """
 
 from __future__ import annotations
@@ -10,75 +10,61 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_tiles import dot_add, dot_transposed, scaled, zero_tile
+from .attention_forward import empty_state, online_softmax, store_state
+from .attention_tiles import load_tile
 from .bias_tiles import (
-    LOG2_E,
     head_scale,
     keys_of_tile,
-    load_rows,
+    n_tiles,
+    scores_at,
+    scores_of,
     shared_terms,
-    store_rows,
+    sizes_of,
+    tensor_of,
     windows_of_program,
-    with_terms,
 )
 
 
 @triton.jit
-def _online_step(scores, vt, state):
-    """Adds a tile of scores (base 2) and values to the running maximum, sum and output of a query tile."""
-    row_max, total, acc = state
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # if all keys so far are masked, avoid -inf - -inf
-    p = tl.math.exp2(scores - shift[:, None])
-    rescale = tl.math.exp2(row_max - shift)
-    return new_max, total * rescale + tl.sum(p, 1), dot_add(p, vt, scaled(acc, rescale[:, None]))
-
-
-@triton.jit
 def _attention_bias_fwd_kernel(
-    q, k, v, o, lse_ptr,  # lse: fp32 [n_batch, H, N_q], contiguous
-    terms, sizes, scale,
-    D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TILE: tl.constexpr, STAGES: tl.constexpr,
+    q, k, v, o, strides,
+    lse_ptr,  # fp32 [n_batch, H, N_q], contiguous
+    terms, sizes, scale, FORM, TILE, ONE_TILE: tl.constexpr,
 ):  # fmt: skip
-    n_heads, n_q, n_masks, n_steps = sizes[1], sizes[2], sizes[4], sizes[8]
-    FORM: tl.constexpr = (D, LO, HI, WIDE)
+    BLOCK_M: tl.constexpr = TILE[0]
+    BLOCK_N: tl.constexpr = TILE[1]
+    STAGES: tl.constexpr = TILE[2]
+    sizes = sizes_of(sizes, TILE)
+    n_heads, n_q, n_masks = sizes[1], sizes[2], sizes[4]
     tiles = tl.cdiv(n_q, BLOCK_M)
     h = tl.program_id(0) // tiles % n_heads
-    mask_row, first, last = windows_of_program(tl.program_id(0) // tiles // n_heads, sizes)
-    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = rows < n_q
-    qk_scale = head_scale(scale, h, terms) * LOG2_E
-    r, r_in = rows[:, None], inside[:, None]
-    keys, real = keys_of_tile(0, sizes, BLOCK_N)
-    window = first * n_masks + mask_row
-    shared = shared_terms(window, h, r, keys[None, :], r_in, real[None, :], terms, sizes)
-    for i in tl.range(first, last, num_stages=STAGES if ONE_TILE else 1):
+    mask_row, first_window, end_window = windows_of_program(tl.program_id(0) // tiles // n_heads, sizes)
+    start = tl.program_id(0) % tiles * BLOCK_M
+    rows = start + tl.arange(0, BLOCK_M)[:, None]
+    factor = head_scale(scale, h, terms)
+    first, end = keys_of_tile(0, sizes, TILE)
+    shared = shared_terms(scores_at(first_window * n_masks + mask_row, h, rows, 0, sizes, TILE), terms, sizes, TILE)
+    for i in tl.range(first_window, end_window, num_stages=STAGES if ONE_TILE else 1):
         window = i * n_masks + mask_row
-        qt = load_rows(q, window, h, rows, inside, terms, sizes, FORM)
+        qt = load_tile(tensor_of(q, window, h, strides[0], terms, sizes), start, n_q, BLOCK_M, FORM, True)
+        k_rows = tensor_of(k, window, h, strides[1], terms, sizes)
+        v_rows = tensor_of(v, window, h, strides[2], terms, sizes)
+        state = empty_state(BLOCK_M, FORM)
         if ONE_TILE:
-            kt = load_rows(k, window, h, keys, real, terms, sizes, FORM)
-            vt = load_rows(v, window, h, keys, real, terms, sizes, FORM)
-            scores = dot_transposed(qt, kt) * qk_scale
-            scores = with_terms(scores, shared, 0, window, h, r, keys[None, :], r_in, real[None, :], terms, sizes)
-            row_max = tl.max(scores, 1)
-            p = tl.math.exp2(scores - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None])
-            total = tl.sum(p, 1)
-            acc = dot_add(p, vt, zero_tile(BLOCK_M, FORM))
+            kt = load_tile(k_rows, first, end, BLOCK_N, FORM, True)
+            vt = load_tile(v_rows, first, end, BLOCK_N, FORM, True)
+            at = scores_at(window, h, rows, 0, sizes, TILE)
+            scores = scores_of(qt, kt, factor, shared, at, terms, sizes, "tf32")
+            state = online_softmax(scores, 1.0, vt, state, True, True)
         else:
-            row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            state = row_max, tl.zeros((BLOCK_M,), tl.float32), zero_tile(BLOCK_M, FORM)
-            for tile in tl.range(0, n_steps, num_stages=STAGES):
-                keys, real = keys_of_tile(tile, sizes, BLOCK_N)
-                kt = load_rows(k, window, h, keys, real, terms, sizes, FORM)
-                vt = load_rows(v, window, h, keys, real, terms, sizes, FORM)
-                added = shared_terms(window, h, r, keys[None, :], r_in, real[None, :], terms, sizes)
-                scores = dot_transposed(qt, kt) * qk_scale
-                scores = with_terms(scores, added, tile, window, h, r, keys[None, :], r_in, real[None, :], terms, sizes)
-                state = _online_step(scores, vt, state)
-            row_max, total, acc = state
-        # queries without keys: with lse = inf, the backward computes p = 0
-        lse = tl.where(total == 0.0, float("inf"), row_max + tl.math.log2(total))
-        inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
-        tl.store(lse_ptr + (tl.cast(window, tl.int64) * n_heads + h) * n_q + rows, lse, mask=inside)
-        store_rows(o, scaled(acc, inverse[:, None]), window, h, rows, inside, terms, sizes, FORM)
+            for tile in tl.range(0, n_tiles(sizes), num_stages=STAGES):
+                start_k, end_k = keys_of_tile(tile, sizes, TILE)
+                kt = load_tile(k_rows, start_k, end_k, BLOCK_N, FORM, True)
+                vt = load_tile(v_rows, start_k, end_k, BLOCK_N, FORM, True)
+                here = scores_at(window, h, rows, tile, sizes, TILE)
+                added = shared_terms(here, terms, sizes, TILE)
+                scores = scores_of(qt, kt, factor, added, here, terms, sizes, "tf32")
+                state = online_softmax(scores, 1.0, vt, state, True, False)
+        output = tensor_of(o, window, h, strides[3], terms, sizes)
+        row = (tl.cast(window, tl.int64) * n_heads + h) * n_q
+        store_state(output, lse_ptr, state, None, row, start, n_q, True, BLOCK_M, FORM)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..device import generation, gpu_of
-from ..launch import Launch, ceil_div
+from ..launch import Launch, ceil_div, unspecialized
+from .attention_launch import addressing
 from .attention_policy import MIN_BLOCK, split_head_dim
 from .bias_backward import (
     _attention_bias_bwd_dkdv_kernel,
@@ -18,7 +19,8 @@ from .bias_backward import (
 )
 from .bias_forward import _attention_bias_fwd_kernel
 
-MAX_GRID_WIDTH = 64  # Kw: a tile of keys is one row of the grid
+_GRID_TILE = 64  # most keys of a tile in a row of the grid of rel
+_STAGES = 2
 _PROGRAMS = 8  # per multiprocessor; more windows than that share programs
 _MOST_WINDOWS = 64  # per program
 
@@ -30,8 +32,8 @@ class BiasedAttention(NamedTuple):
         q, k, v: [B, H, N, D] with last stride 1. With groups, N is the number of tokens of an image.
         lse: fp32 [n_batch, H, n], contiguous, for windows of n tokens: log2(sum(exp(scores))); +inf without keys.
         scale: Multiplier of q k^T, unless terms.scale replaces it.
-        terms: `ScoreTerms` of ops/descriptions.py, with a bias of four dimensions.
-        key_mask: bool [n_batch, N_kv] or None.
+        terms: `ScoreTerms` of ops/descriptions.py, contiguous; the bias has four dimensions, the last one with stride 1.
+        key_mask: bool [n_batch, N_kv] with last stride 1, or None.
     """
 
     q: Tensor
@@ -48,13 +50,18 @@ class BiasedAttention(NamedTuple):
         return (*self.lse.shape, self.k.shape[2] if self.terms.groups is None else self.lse.shape[2])
 
     @property
-    def width(self) -> int:
-        """Columns of a tile, including padding."""
-        return sum(split_head_dim(self.q.shape[3]))
+    def masks(self) -> int:
+        """Rows of the window mask."""
+        return 1 if self.terms.window_mask is None else self.terms.window_mask.shape[0]
+
+    @property
+    def pieces(self) -> int:
+        """Tiles of keys per row of the grid of rel."""
+        return 1 if self.terms.rel_w is None else ceil_div(self.terms.rel_w.shape[3], _GRID_TILE)
 
     @property
     def largest(self) -> int:
-        """The most rows or columns of a tile of scores; a row of the grid of rel may be longer."""
+        """The most rows or columns of a tile of scores, except of a row of the grid of rel."""
         return 64 if self.q.dtype.itemsize == 2 else 32
 
     def area(self, whole: bool) -> int:
@@ -62,7 +69,8 @@ class BiasedAttention(NamedTuple):
         if self.q.dtype.itemsize > 2:
             return 32 * 32
         ampere = generation(gpu_of(self.q.device).arch) == "ampere"
-        return 64 * 32 if self.width > 64 or (ampere and not whole) else 64 * 64
+        wide = sum(split_head_dim(self.q.shape[3])) > 64
+        return 64 * 32 if wide or (ampere and not whole) else 64 * 64
 
     def one_tile(self, area: int) -> bool:
         """True if one tile of scores covers a window."""
@@ -74,74 +82,83 @@ def _power_of_two(length: int) -> int:
     return max(MIN_BLOCK, 1 << (length - 1).bit_length())
 
 
-def _launch(
-    kernel: Any, call: BiasedAttention, args: dict[str, Any], area: int, warps: int, per_rows: bool, per_keys: bool,
-    shares: bool, **constants: Any,
-) -> tuple[Launch, int]:  # fmt: skip
-    """Returns the launch and the number of groups of windows.
+class _Tiling(NamedTuple):
+    """Tiles of scores, and the programs that compute them; see bias_tiles.py for step, height and width."""
 
-    A program has a tile of queries if `per_rows`, a tile of keys if `per_keys`, and several windows if `shares`.
-    """
-    q, terms, (n_batch, heads, n_q, n_kv) = call.q, call.terms, call.sizes
-    most_rows = min(call.largest, _power_of_two(n_q))
-    step = block_n = min(_power_of_two(n_kv), call.largest, area // (most_rows if per_rows else MIN_BLOCK))
+    rows: int
+    keys: int
+    step: int
+    height: int
+    width: int
+    programs: int  # per group of windows
+    group: int  # windows per program
+    chunks: int  # groups of windows
+
+
+def _tiling(call: BiasedAttention, area: int, per_rows: bool, per_keys: bool, shares: bool) -> _Tiling:
+    """A program has a tile of queries if `per_rows`, a tile of keys if `per_keys`, and several windows if `shares`."""
+    terms, (n_batch, heads, n_q, n_kv) = call.terms, call.sizes
+    rows = min(call.largest, _power_of_two(n_q))
+    width = step = keys = min(_power_of_two(n_kv), call.largest, area // (rows if per_rows else MIN_BLOCK))
     if terms.rel_w is not None:
-        step = terms.rel_w.shape[3]
-        block_n = _power_of_two(step)
-    block_m = min(most_rows, area // block_n)
-    n_steps, masks = ceil_div(n_kv, step), 1 if terms.window_mask is None else terms.window_mask.shape[0]
-    programs = heads * (ceil_div(n_q, block_m) if per_rows else 1) * (n_steps if per_keys else 1)
-    group, chunks, per_mask = 1, n_batch, ceil_div(n_batch, masks)
+        width = terms.rel_w.shape[3]
+        step = ceil_div(width, call.pieces)
+        keys = _power_of_two(step)
+    rows, height = min(rows, area // keys), ceil_div(n_kv, width)
+    programs = heads * (ceil_div(n_q, rows) if per_rows else 1) * (height * call.pieces if per_keys else 1)
+    group, chunks, masks = 1, n_batch, call.masks
     if shares and (terms.bias is None or terms.bias.shape[0] == 1):
-        group = n_batch * programs // (_PROGRAMS * gpu_of(q.device).sm_count)
+        per_mask = ceil_div(n_batch, masks)
+        group = n_batch * programs // (_PROGRAMS * gpu_of(call.q.device).sm_count)
         group = max(1, min(group, _MOST_WINDOWS, per_mask))
         chunks = masks * ceil_div(per_mask, group)
-    lo, hi = split_head_dim(q.shape[3])
-    sources = {name: (value, *value.stride()[:3]) for name, value in args.items() if not name.endswith("_ptr")}
+    return _Tiling(rows, keys, step, height, width, programs, group, chunks)
+
+
+def _launch(
+    kernel: Any, call: BiasedAttention, tiling: _Tiling, tensors: dict[str, Tensor], args: dict[str, Any],
+    warps: int = 4, **constants: Any,
+) -> Launch:  # fmt: skip
+    """Returns the launch of a kernel with the `tensors` [B, H, N, D]."""
+    t, terms, key_mask, (n_batch, heads, n_q, n_kv) = tiling, call.terms, call.key_mask, call.sizes
+    bias_strides = [0, 0, 0]
+    if terms.bias is not None:
+        bias_strides = [0 if size == 1 else step for size, step in zip(terms.bias.shape, terms.bias.stride()[:3])]
+    align = math.gcd(16, n_kv, t.step, t.width, *bias_strides)
     n_groups = 1 if terms.groups is None else terms.groups.shape[0]
-    args = args | sources | {
-        "lse_ptr": call.lse, "terms": _terms(terms, call.key_mask), "scale": call.scale,
-        "sizes": (n_batch, heads, n_q, n_kv, masks, n_groups, group, step, n_steps),
-    }  # fmt: skip
-    constants |= {
-        "D": q.shape[3], "LO": lo, "HI": hi, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": 2,
-        "WIDE": any(value.shape[2] * abs(value.stride(2)) >= 2**31 for value, *_ in sources.values()),
-    }  # fmt: skip
-    # a warp per 16 rows, e.g. wgmma needs four warps for 64 rows; tf32 spills with 512 scores per warp
-    scores = 512 if q.dtype.itemsize == 2 else 256
-    warps = min(warps, max(max(block_m, block_n) // 16, block_m * block_n // scores))
-    return Launch(kernel, (programs * chunks,), args, constants, num_warps=warps, device=q.device), chunks
-
-
-def _terms(terms: Any, key_mask: Tensor | None) -> tuple[Any, ...]:
-    """Returns the tuple `terms` of the kernels: tensors (None if absent) and their strides."""
-    bias, strides = terms.bias, [0, 0, 0]
-    if bias is not None:
-        bias = bias if bias.stride(3) == 1 else bias.contiguous()
-        strides = [0 if size == 1 else stride for size, stride in zip(bias.shape[:3], bias.stride())]
-    mask, rel_h, rel_w, groups, scale = (
-        None if each is None else each.contiguous()
-        for each in (terms.window_mask, terms.rel_h, terms.rel_w, terms.groups, terms.scale)
-    )
-    if key_mask is not None and key_mask.stride(1) != 1:
-        key_mask = key_mask.contiguous()
-    grid = (0, 0) if rel_h is None or rel_w is None else (rel_h.shape[3], rel_w.shape[3])
-    return (
-        bias, *strides,
-        mask,  # [W, N_q, N_kv]
-        key_mask, 0 if key_mask is None else key_mask.stride(0),
-        rel_h, rel_w, *grid,  # [n_batch, H, N_q, Kh], [n_batch, H, N_q, Kw], Kh, Kw
-        groups,  # [W, n]
-        scale,  # [H]
+    sizes = (
+        n_batch, heads, n_q, n_kv // align, call.masks, n_groups, t.group, t.step // align, t.height, t.width // align
     )  # fmt: skip
+    args = args | {
+        "lse_ptr": call.lse, "scale": call.scale, "sizes": tuple(map(unspecialized, sizes)),
+        "terms": (
+            terms.bias, tuple(unspecialized(step // align) for step in bias_strides),  # [B or 1, H or 1, N_q, N_kv]
+            terms.window_mask,  # [W, N_q, N_kv]
+            key_mask, 0 if key_mask is None else unspecialized(key_mask.stride(0)),  # [n_batch, N_kv]
+            terms.rel_h, terms.rel_w,  # [n_batch, H, N_q, Kh], [n_batch, H, N_q, Kw]
+            terms.groups,  # [W, n]
+            terms.scale,  # [H]
+        ),
+    }  # fmt: skip
+    # the rows of a window may lie anywhere in an image
+    strides, form = addressing([*tensors.values()], rows=max(tensor.shape[2] for tensor in tensors.values()))
+    constants |= {"FORM": form, "TILE": (t.rows, t.keys, _STAGES, align, 0 if terms.rel_w is None else call.pieces)}
+    # a warp per 16 rows, e.g. wgmma needs four warps for 64 rows; tf32 spills with 512 scores per warp, and so do
+    # backward kernels on ampere, and tiles of 128 columns on blackwell
+    columns, kind = sum(split_head_dim(call.q.shape[3])), generation(gpu_of(call.q.device).arch)
+    crowded = (kind == "ampere" and columns > 32 and "delta_ptr" in args) or (kind == "blackwell" and columns == 128)
+    scores = 256 if crowded or call.q.dtype.itemsize == 4 else 512
+    warps = min(8 if crowded else warps, max(max(t.rows, t.keys) // 16, t.rows * t.keys // scores))
+    args = {**tensors, "strides": strides, **args}
+    return Launch(kernel, (t.programs * t.chunks,), args, constants, num_warps=warps, device=call.q.device)
 
 
 def attention_bias_forward(call: BiasedAttention, o: Tensor) -> None:
     """Computes the output o [B, H, N, D], and call.lse."""
-    args, area = {"q": call.q, "k": call.k, "v": call.v, "o": o}, call.area(True)
+    tensors, area = {"q": call.q, "k": call.k, "v": call.v, "o": o}, call.area(True)
     one = call.one_tile(area)
-    area = area if one else call.area(False)
-    _launch(_attention_bias_fwd_kernel, call, args, area, 4, True, False, one, ONE_TILE=one)[0].run()
+    tiling = _tiling(call, area if one else call.area(False), True, False, one)
+    _launch(_attention_bias_fwd_kernel, call, tiling, tensors, {}, ONE_TILE=one).run()
 
 
 def attention_bias_backward(
@@ -151,31 +168,31 @@ def attention_bias_backward(
 
     The returned gradients are fp32. The gradient of the bias has shape [n_batch or 1, H, N_q, N_kv].
     """
-    terms, lse = call.terms, call.lse
+    terms, lse, area = call.terms, call.lse, call.area(False)
     delta, dscale = torch.empty_like(lse), None if terms.scale is None else torch.empty_like(lse)
-    gradients = {
-        name: torch.empty(tensor.shape, dtype=torch.float32, device=lse.device)
-        for name, tensor in (("rel_h", terms.rel_h), ("rel_w", terms.rel_w)) if tensor is not None
-    }  # fmt: skip
-    args: dict[str, Any] = {"q": call.q, "k": call.k, "v": call.v, "do": do}
-    rows = args | {"dq": dq, "delta_ptr": delta, "dscale_ptr": dscale}
-    area = call.area(False)
+    gradients: dict[str, Tensor] = {}
+    inputs = {"q": call.q, "k": call.k, "v": call.v}
+    rows = {"delta_ptr": delta, "dscale_ptr": dscale}
     whole = call.one_tile(area)
     if not whole:
-        drel = {f"d{name}_ptr": gradients.get(name) for name in ("rel_h", "rel_w")}
-        _launch(_attention_bias_bwd_dq_kernel, call, rows | drel | {"o": o}, area, 4, True, False, False)[0].run()
-        keys = args | {"dk": dk, "dv": dv, "delta_ptr": delta}
-        _launch(_attention_bias_bwd_dkdv_kernel, call, keys, area, 4, False, True, False)[0].run()
+        drel_h = drel_w = None
+        if terms.rel_h is not None:
+            drel_h = lse.new_empty((*lse.shape, call.pieces, terms.rel_h.shape[3]))
+            drel_w = torch.empty_like(terms.rel_w, dtype=torch.float32)
+            gradients = {"rel_h": drel_h, "rel_w": drel_w}
+        tensors, args = {**inputs, "o": o, "do": do, "dq": dq}, {"drel_h_ptr": drel_h, "drel_w_ptr": drel_w}
+        tiling = _tiling(call, area, True, False, False)
+        _launch(_attention_bias_bwd_dq_kernel, call, tiling, tensors, rows | args).run()
+        if drel_h is not None:
+            gradients["rel_h"] = drel_h.sum(3) if call.pieces > 1 else drel_h[:, :, :, 0]
+        tensors, tiling = {**inputs, "do": do, "dk": dk, "dv": dv}, _tiling(call, area, False, True, False)
+        _launch(_attention_bias_bwd_dkdv_kernel, call, tiling, tensors, {"delta_ptr": delta}).run()
     if whole or bias_grad:
-        everything = rows | {"dk": dk, "dv": dv, "parts_ptr": None}
-        launch, chunks = _launch(
-            _attention_bias_bwd_tile_kernel, call, everything, area, 8, True, True, True, WHOLE=whole
-        )
-        if bias_grad:
-            parts = lse.new_empty((chunks, *call.sizes[1:]))
-            launch = replace(launch, args={**launch.args, "parts_ptr": parts})
-        launch.run()
-        if bias_grad:
+        tensors, tiling = {**inputs, "do": do, "dq": dq, "dk": dk, "dv": dv}, _tiling(call, area, True, True, True)
+        parts = lse.new_empty((tiling.chunks, *call.sizes[1:])) if bias_grad else None
+        args = rows | {"parts_ptr": parts}
+        _launch(_attention_bias_bwd_tile_kernel, call, tiling, tensors, args, 8, WHOLE=whole).run()
+        if parts is not None:
             gradients["bias"] = parts.sum(0, keepdim=True) if terms.bias.shape[0] == 1 else parts
     if dscale is not None:
         gradients["scale"] = dscale.sum((0, 2))

@@ -127,7 +127,7 @@ def _biased_builds(
         ending = (f" rel{grid}" if grid else " bias") + (" masks" if masks else "")
         # the other architectures of a generation have the same tiles
         core = dtype == torch.bfloat16 and tokens == 49 and arch in ("sm_80", "sm_90", "sm_100")
-        rows = launch.constants["BLOCK_N" if "dkdv" in kernel else "BLOCK_M"]  # wgmma and tcgen05 need 64
+        rows = launch.constants["TILE"]["dkdv" in kernel]  # wgmma and tcgen05 need 64
         needs = (matrix_instruction(arch),) if rows >= 64 and dtype != torch.float32 else ()
         yield Build(kernel, f"{_NAMES[dtype]} N{tokens} D{head_dim} B{batch}{ending}", launch, core=core, needs=needs)
 

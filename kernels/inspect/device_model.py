@@ -47,12 +47,10 @@ def estimate(launch: Launch, arch: str) -> dict[str, Any]:
             2.0 * depth * sum(map(math.prod, outputs)),
             getattr(args["a"], "base", args["a"]).element_size(),
         )
-    elif "FORM" in c:  # attention; the number of keys is encoded (launch.py)
-        matmuls = _ATTENTION_MATMULS.get(launch.kernel.__name__, 2)
-        flop = 2.0 * matmuls * args["lse_ptr"].numel() * (args["sizes"][2] >> 4) * c["FORM"][0]
-    elif "terms" in args:  # attention with a bias; the tile kernel of whole windows also computes dq, dk and dv
+    elif "FORM" in c:  # attention; the tile kernel of whole windows also computes dq, dk and dv
         matmuls = _ATTENTION_MATMULS.get(launch.kernel.__name__, 2) + 3 * bool(c.get("WHOLE"))
-        flop = 2.0 * matmuls * args["lse_ptr"].numel() * args["sizes"][3] * c["D"]
+        keys = args["sizes"][3 if "terms" in args else 2] >> 4  # encoded (launch.py)
+        flop = 2.0 * matmuls * args["lse_ptr"].numel() * keys * c["FORM"][0]
     peak = 2 * PRODUCTS[arch] * gpu.sm_count * gpu.clock * 1e3 * 2 / itemsize  # FLOP per microsecond
     times = {"tensor cores": flop / peak / _SUSTAINED, "DRAM": moved / gpu.dram / 1e3 / _STREAMED}
     return {

@@ -173,11 +173,14 @@ attention_backward_kernel = operator(
 def _call(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, terms: ScoreTerms, key_mask: Tensor | None
 ) -> BiasedAttention:
-    from ..kernels.attention.bias_launch import MAX_GRID_WIDTH, BiasedAttention
+    from ..kernels.attention.bias_launch import BiasedAttention
 
-    if terms.rel_w is not None and terms.rel_w.shape[3] > MAX_GRID_WIDTH:
-        reason = f"rel_w must have at most {MAX_GRID_WIDTH} columns, got {terms.rel_w.shape[3]}: use backend='sdpa'"
-        raise UnsupportedInputError("attention with backend='triton'", [reason])
+    terms = ScoreTerms(*(
+        tensor if tensor is None or (tensor is terms.bias and tensor.stride(3) == 1) else tensor.contiguous()
+        for tensor in terms
+    ))  # fmt: skip
+    if key_mask is not None and key_mask.stride(1) != 1:
+        key_mask = key_mask.contiguous()
     if terms.groups is not None:
         (batch, heads, _), (windows, tokens) = lse.shape, terms.groups.shape
         lse = lse.view(batch * windows, heads, tokens)
