@@ -32,7 +32,7 @@ class BiasedAttention(NamedTuple):
         q, k, v: [B, H, N, D] with last stride 1. With groups, N is the number of tokens of an image.
         lse: fp32 [n_batch, H, n], contiguous, for windows of n tokens: log2(sum(exp(scores))); +inf without keys.
         scale: Multiplier of q k^T, unless terms.scale replaces it.
-        terms: `ScoreTerms` of ops/descriptions.py, contiguous; the bias has four dimensions, the last one with stride 1.
+        terms: `ScoreTerms` of ops/descriptions.py, contiguous; the bias has 4 dimensions, the last one with stride 1.
         key_mask: bool [n_batch, N_kv] with last stride 1, or None.
     """
 
@@ -64,13 +64,19 @@ class BiasedAttention(NamedTuple):
         """The most rows or columns of a tile of scores, except of a row of the grid of rel."""
         return 64 if self.q.dtype.itemsize == 2 else 32
 
-    def area(self, whole: bool) -> int:
+    @property
+    def columns(self) -> int:
+        """Columns of a tile of q, k or v, including padding."""
+        return sum(split_head_dim(self.q.shape[3]))
+
+    def area(self, whole: bool = False, backward: bool = False) -> int:
         """Returns the most elements of a tile of scores that does not spill; `whole`: in the one-tile forward."""
         if self.q.dtype.itemsize > 2:
             return 32 * 32
         ampere = generation(gpu_of(self.q.device).arch) == "ampere"
-        wide = sum(split_head_dim(self.q.shape[3])) > 64
-        return 64 * 32 if wide or (ampere and not whole) else 64 * 64
+        if ampere and backward and self.columns > 32:
+            return 64 * 16
+        return 64 * 32 if self.columns > 64 or (ampere and not whole) else 64 * 64
 
     def one_tile(self, area: int) -> bool:
         """True if one tile of scores covers a window."""
@@ -143,21 +149,25 @@ def _launch(
     # the rows of a window may lie anywhere in an image
     strides, form = addressing([*tensors.values()], rows=max(tensor.shape[2] for tensor in tensors.values()))
     constants |= {"FORM": form, "TILE": (t.rows, t.keys, _STAGES, align, 0 if terms.rel_w is None else call.pieces)}
-    # a warp per 16 rows, e.g. wgmma needs four warps for 64 rows; tf32 spills with 512 scores per warp, and so do
-    # backward kernels on ampere, and tiles of 128 columns on blackwell
-    columns, kind = sum(split_head_dim(call.q.shape[3])), generation(gpu_of(call.q.device).arch)
-    crowded = (kind == "ampere" and columns > 32 and "delta_ptr" in args) or (kind == "blackwell" and columns == 128)
-    scores = 256 if crowded or call.q.dtype.itemsize == 4 else 512
+    # a warp per 16 rows, e.g. wgmma needs four warps for 64 rows; tf32 spills with 512 scores per warp, and on blackwell
+    # also tiles of 128 columns
+    tf32, arch = call.q.dtype.itemsize == 4, gpu_of(call.q.device).arch
+    crowded = call.columns == 128 and generation(arch) == "blackwell"
+    scores = 256 if tf32 or crowded else 512
     warps = min(8 if crowded else warps, max(max(t.rows, t.keys) // 16, t.rows * t.keys // scores))
+    # without maxnreg, ptxas limits some kernels to 168 registers, and spills
+    maxnreg = 255 if tf32 and "delta_ptr" in args else None
     args = {**tensors, "strides": strides, **args}
-    return Launch(kernel, (t.programs * t.chunks,), args, constants, num_warps=warps, device=call.q.device)
+    return Launch(
+        kernel, (t.programs * t.chunks,), args, constants, num_warps=warps, maxnreg=maxnreg, device=call.q.device
+    )
 
 
 def attention_bias_forward(call: BiasedAttention, o: Tensor) -> None:
     """Computes the output o [B, H, N, D], and call.lse."""
-    tensors, area = {"q": call.q, "k": call.k, "v": call.v, "o": o}, call.area(True)
+    tensors, area = {"q": call.q, "k": call.k, "v": call.v, "o": o}, call.area(whole=True)
     one = call.one_tile(area)
-    tiling = _tiling(call, area if one else call.area(False), True, False, one)
+    tiling = _tiling(call, area if one else call.area(), True, False, one)
     _launch(_attention_bias_fwd_kernel, call, tiling, tensors, {}, ONE_TILE=one).run()
 
 
@@ -168,7 +178,7 @@ def attention_bias_backward(
 
     The returned gradients are fp32. The gradient of the bias has shape [n_batch or 1, H, N_q, N_kv].
     """
-    terms, lse, area = call.terms, call.lse, call.area(False)
+    terms, lse, area = call.terms, call.lse, call.area(backward=True)
     delta, dscale = torch.empty_like(lse), None if terms.scale is None else torch.empty_like(lse)
     gradients: dict[str, Tensor] = {}
     inputs = {"q": call.q, "k": call.k, "v": call.v}

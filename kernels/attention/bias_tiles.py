@@ -12,8 +12,8 @@ Related arguments are grouped as in attention_tiles.py, whose functions load and
 Keys form a grid of `height` rows of `width` keys: the grid of `rel`, or else one row per tile. A tile has at most
 `step` keys of a row of the grid. Tiles are numbered by column, so that a program can sum over the rows of the grid.
 
-The place of a tile of scores is the tuple `at` = (window, h, row of the grid, rows, keys, rows_inside, keys_inside). For
-a tile [ROWS, KEYS], rows are [ROWS, 1] and keys are [1, KEYS]; for a transposed tile, [1, ROWS] and [KEYS, 1].
+The place of a tile of scores is a tuple `at`: (window, h, row of the grid, rows, keys, rows_inside, keys_inside). For a
+tile [ROWS, KEYS], rows are [ROWS, 1] and keys are [1, KEYS]; for a transposed tile, [1, ROWS] and [KEYS, 1].
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def sizes_of(encoded, TILE):
     for i in tl.static_range(len(encoded)):
         # so that the compiler knows that ALIGN divides n_kv, step and width
         size = decoded(encoded[i]) * TILE[3] if i == 3 or i == 7 or i == 9 else decoded(encoded[i])
-        sizes = sizes + (size,)  # type: ignore[assignment]  # triton's tuple, whose length grows
+        sizes = sizes + (size,)
     return sizes
 
 

@@ -123,47 +123,37 @@ def _output_settings(out_part: Tensor | None, out: Tensor) -> tuple[int, bool]:
     return _parts(out_part), out_part is not None and out.shape[-1] % PIECE == 0
 
 
-# --- out = act(z): a linear layer after a LayerNorm ---
+# --- out = act(z): a linear layer after a LayerNorm; with a gate, out = act(g) u ---
 
 
 @triton.jit
 def layer_norm(sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    """Stores act(z), and z if given. If out is e4m3, act(z) is multiplied by out_scale."""
-    out, z, _, _ = tiles
-    row_part_ptr, statistics_ptr, weight_sum_ptr, eps, scale_ptr, bias_ptr, out_scale_ptr, _ = arguments
-    row, col, M, N, _, _ = where
-    norm = (row_part_ptr, statistics_ptr, weight_sum_ptr, eps)
-    factors = _row_factors(norm, where, ROWS, settings[0])
-    for i in tl.static_range(len(sub_tiles)):
-        start = col + i * COLS
-        value = _pre_activation(sub_tiles[i], norm, scale_ptr, bias_ptr, factors, z, row, start, M, N, ROWS, COLS, TMA)
-        value = divided(activate(value, settings[1], dtype_of(out, TMA) == tl.float32), out_scale_ptr)
-        store_tile(out, value.to(dtype_of(out, TMA)), row, start, M, N, ROWS, COLS, TMA)
+    """Stores act(z) or act(g) u, z if given, and partial LayerNorm statistics of out if `out_part` is given.
 
-
-# --- out = act(g) u: a gated layer; columns 2j and 2j + 1 of z are g and u (`linear/folding.py`) ---
-
-
-@triton.jit
-def gated(sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    """Stores act(g) u, z if given, and partial LayerNorm statistics of out if `out_part` is given."""
+    Columns 2j and 2j + 1 of z are g and u (`linear/folding.py`). If out is e4m3, the result is multiplied by out_scale.
+    """
     out, z, _, _ = tiles
     row_part_ptr, statistics_ptr, weight_sum_ptr, eps, scale_ptr, bias_ptr, out_scale_ptr, out_part_ptr = arguments
     row, col, M, N, _, _ = where
+    WIDTH: tl.constexpr = 2 if settings[4] else 1  # columns of z per column of out
     norm = (row_part_ptr, statistics_ptr, weight_sum_ptr, eps)
     factors = _row_factors(norm, where, ROWS, settings[0])
     merged = None
     for i in tl.static_range(len(sub_tiles)):
         start = col + i * COLS
         value = _pre_activation(sub_tiles[i], norm, scale_ptr, bias_ptr, factors, z, row, start, M, N, ROWS, COLS, TMA)
-        gate, up = tl.split(value.reshape(ROWS, COLS // 2, 2))
-        value = divided(activate(gate, settings[1], dtype_of(out, TMA) == tl.float32) * up, out_scale_ptr)
-        stored = value.to(dtype_of(out, TMA))
-        store_tile(out, stored, row, start // 2, M, N // 2, ROWS, COLS // 2, TMA)
+        if settings[4]:
+            gate, up = tl.split(value.reshape(ROWS, COLS // 2, 2))
+            value = activate(gate, settings[1], dtype_of(out, TMA) == tl.float32) * up
+        else:
+            value = activate(value, settings[1], dtype_of(out, TMA) == tl.float32)
+        stored = divided(value, out_scale_ptr).to(dtype_of(out, TMA))
+        store_tile(out, stored, row, start // WIDTH, M, N // WIDTH, ROWS, COLS // WIDTH, TMA)
         if out_part_ptr is not None:
             merged = _merge_statistics(
-                merged, stored, out_part_ptr, row, col // 2, M, N // 2, i, ROWS, COLS // 2, settings[2], settings[3]
-            )
+                merged, stored, out_part_ptr, row, col // WIDTH, M, N // WIDTH, i, ROWS, COLS // WIDTH, settings[2],
+                settings[3],
+            )  # fmt: skip
 
 
 def layer_norm_epilogue(
@@ -178,9 +168,8 @@ def layer_norm_epilogue(
     out_part: Tensor | None = None,  # output, only with a gate: partial statistics of out, fp32 [M, 2, parts]
 ) -> Epilogue:
     return Epilogue(
-        "gated" if has_gate else "layer_norm", gated if has_gate else layer_norm, (out, z),
-        (*norm, scale, bias, out_scale, out_part),
-        (_parts(norm.row_part), activation, *_output_settings(out_part, out)),
+        "gated" if has_gate else "layer_norm", layer_norm, (out, z), (*norm, scale, bias, out_scale, out_part),
+        (_parts(norm.row_part), activation, *_output_settings(out_part, out), has_gate),
         activation=activation, instructions=10 if has_gate else 7 if activation == "identity" else 17,
         narrowest=0 if out_part is None else 2 * PIECE,
     )  # fmt: skip

@@ -83,55 +83,38 @@ def _store_gradient(
 def activation_grad(
     sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
 ):
-    """h = act(z), dz = acc act'(z), out = rstd dz."""
+    """h = act(z), dz = acc act'(z), out = rstd dz.
+
+    With a gate, columns 2j and 2j + 1 of z are g and u; h = act(g) u, and dz = (acc act'(g) u, acc act(g)).
+    """
     out, z, h, _ = tiles
     scale_ptr, bias_ptr, statistics_ptr, row_part_ptr, column_part_ptr, hidden_ptr, along_ptr = arguments
     row, col, M, N, _, _ = where
     DTYPE: tl.constexpr = dtype_of(out, TMA)
+    WIDTH: tl.constexpr = 2 if settings[2] else 1  # columns of z per column of h
     factors = _activation_row_factors(statistics_ptr, row, M, ROWS)
     for i in tl.static_range(len(sub_tiles)):
         start = col + i * COLS
         grad = sub_tiles[i]
         if scale_ptr is not None:
             grad *= tl.load(scale_ptr)
-        pre = _load_z(z, grad, row, start, M, N, ROWS, COLS, TMA and not settings[2])
-        value, slope = activate_with_slope(pre, settings[1], DTYPE == tl.float32)
-        if along_ptr is not None:
-            grad, value = _through_norm(grad, value, hidden_ptr, along_ptr, row, start, M, N, ROWS, DTYPE)
-        store_tile(h, value.to(DTYPE), row, start, M, N, ROWS, COLS, TMA)
-        # compute dz after h is stored: the kernel then needs 178 registers instead of 236
-        _store_gradient(
-            grad * slope, pre, out, bias_ptr, row_part_ptr, column_part_ptr, factors, row, start, M, N,
-            start // COLS, ROWS, COLS, TMA, settings[0],
-        )  # fmt: skip
-
-
-@triton.jit
-def gated_grad(sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    """h = act(g) u, dz = (acc act'(g) u, acc act(g)), out = rstd dz; columns 2j and 2j + 1 of z are g and u."""
-    out, z, h, _ = tiles
-    scale_ptr, bias_ptr, statistics_ptr, row_part_ptr, column_part_ptr, hidden_ptr, along_ptr = arguments
-    row, col, M, N, _, _ = where
-    DTYPE: tl.constexpr = dtype_of(out, TMA)
-    factors = _activation_row_factors(statistics_ptr, row, M, ROWS)
-    for i in tl.static_range(len(sub_tiles)):
-        start = col + i * COLS
-        grad = sub_tiles[i]
-        if scale_ptr is not None:
-            grad *= tl.load(scale_ptr)
-        both = tl.join(grad, grad).reshape(ROWS, 2 * COLS)
-        pre = _load_z(z, both, row, 2 * start, M, 2 * N, ROWS, 2 * COLS, TMA and not settings[2])
-        gate, up = tl.split(pre.reshape(ROWS, COLS, 2))
-        value, slope = activate_with_slope(gate, settings[1], DTYPE == tl.float32)
-        if along_ptr is not None:
-            grad, hidden = _through_norm(grad, value * up, hidden_ptr, along_ptr, row, start, M, N, ROWS, DTYPE)
-        dz = tl.join(grad * up * slope, grad * value).reshape(ROWS, 2 * COLS)
-        if along_ptr is None:
+        anchor = tl.join(grad, grad).reshape(ROWS, 2 * COLS) if settings[2] else grad
+        pre = _load_z(z, anchor, row, WIDTH * start, M, WIDTH * N, ROWS, WIDTH * COLS, TMA and not settings[3])
+        if settings[2]:
+            gate, up = tl.split(pre.reshape(ROWS, COLS, 2))
+            value, slope = activate_with_slope(gate, settings[1], DTYPE == tl.float32)
             hidden = value * up
+        else:
+            value, slope = activate_with_slope(pre, settings[1], DTYPE == tl.float32)
+            hidden = value
+        if along_ptr is not None:
+            grad, hidden = _through_norm(grad, hidden, hidden_ptr, along_ptr, row, start, M, N, ROWS, DTYPE)
+        # store h before dz is computed: without a gate, the kernel then needs 178 registers instead of 236
         store_tile(h, hidden.to(DTYPE), row, start, M, N, ROWS, COLS, TMA)
+        dz = tl.join(grad * up * slope, grad * value).reshape(ROWS, 2 * COLS) if settings[2] else grad * slope
         _store_gradient(
-            dz, pre, out, bias_ptr, row_part_ptr, column_part_ptr, factors, row, 2 * start, M, 2 * N,
-            start // COLS, ROWS, 2 * COLS, TMA, settings[0],
+            dz, pre, out, bias_ptr, row_part_ptr, column_part_ptr, factors, row, WIDTH * start, M, WIDTH * N,
+            start // COLS, ROWS, WIDTH * COLS, TMA, settings[0],
         )  # fmt: skip
 
 
@@ -160,9 +143,9 @@ def activation_grad_epilogue(
         return int(a.element_size() == 2 and not (activation == "gelu_tanh" and config.block_n == 256))
 
     return Epilogue(
-        "gated_grad" if gated else "activation_grad", gated_grad if gated else activation_grad, (out, z, h),
+        "gated_grad" if gated else "activation_grad", activation_grad, (out, z, h),
         (scale, bias, statistics, row_part, column_part, hidden, along),
-        (0 if row_part is None else row_part.shape[-1], activation), activation=activation,
+        (0 if row_part is None else row_part.shape[-1], activation, gated), activation=activation,
         instructions=54 if gated else 35, early=early, by_pointer=(1,),
         largest=2**31 if along is None else 128 * 128,  # larger tiles would spill
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import reference
 from .attention_bias import additive_mask, bias_of_mask, by_groups, checked_terms, score_terms
-from .attention_operator import attention_kernel, biased_attention, heads_first, unsupported_reasons
+from .attention_operator import heads_first, run_attention, unsupported_reasons
 from .attention_sequences import by_sequences, with_block_mask
 from .backends import resolve_backend
 from .descriptions import Keys, ScoreTerms, check_dtype, check_keys, check_tensors, key_mask_of
@@ -166,11 +166,8 @@ def _attend(
     if terms is not None:
         q, k, _ = heads_first(qkv)
         terms = checked_terms(terms, keys, (*q.shape[:3], k.shape[2]), q.device, q.dtype)
-    if runs_kernel and terms is not None:
-        return biased_attention(qkv, key_mask, softmax_scale(first, scale), terms)
     if runs_kernel:
-        out: Tensor = attention_kernel(qkv, cu_seqlens, key_mask, max_seqlen, softmax_scale(first, scale))[0]
-        return out
+        return run_attention(qkv, cu_seqlens, key_mask, max_seqlen, softmax_scale(first, scale), terms)
     if terms is not None and terms.groups is not None:
         alone = terms._replace(groups=None)
         return by_groups(lambda part: _attend([part], None, scale, backend, alone), first, terms.groups)
@@ -224,10 +221,7 @@ def scaled_dot_product_attention(
         understood = attn_mask is None or key_mask is not None or terms is not None
         understood = understood and not _mismatch((q, k, v), _BATCH)
         if understood and not unsupported_reasons(q, k, v, factor):
-            if terms is not None:
-                return biased_attention([q, k, v], None, factor, terms)
-            out: Tensor = attention_kernel([q, k, v], None, key_mask, 0, factor)[0]
-            return out
+            return run_attention([q, k, v], None, key_mask, 0, factor, terms)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

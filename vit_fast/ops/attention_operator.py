@@ -1,4 +1,4 @@
-"""The operators `vit_fast::attention` and `vit_fast::biased_attention`, which run the Triton kernels."""
+"""The operator `vit_fast::attention` and its backward, which run the Triton kernels."""
 
 from __future__ import annotations
 
@@ -138,38 +138,6 @@ def attention_gradient(
     return gradients
 
 
-def _flop(qkv: Any, cu_seqlens: Any, key_mask: Any, max_seqlen: int, scale: float) -> int:
-    """Returns the matmul FLOPs of the forward; `qkv` contains shapes. Assumes max_seqlen keys per packed query."""
-    if cu_seqlens is None:
-        max_seqlen = qkv[0][1] if len(qkv) == 1 else qkv[1][2]
-    return 4 * math.prod(qkv[0]) * max_seqlen // (3 if len(qkv) == 1 else 1)
-
-
-def _save(args: Sequence[Any], output: Any) -> tuple[Sequence[Tensor | None], Any]:
-    qkv, cu_seqlens, key_mask, *rest = args
-    return (*output, cu_seqlens, key_mask, *qkv), rest
-
-
-def _backward(grad_output: Tensor, saved: Sequence[Any], rest: Any) -> Sequence[Tensor | None]:
-    out, lse, cu_seqlens, key_mask, *qkv = saved
-    return attention_backward_kernel(grad_output, qkv, out, lse, cu_seqlens, key_mask, *rest)
-
-
-attention_kernel = operator(
-    "attention", "(Tensor[] qkv, Tensor? cu_seqlens, Tensor? key_mask, SymInt max_seqlen, float scale) "
-    "-> (Tensor, Tensor)",
-    attention_forward, what="attention", fake=lambda qkv, *args: _new_output(qkv)[::2], flop=_flop,
-    save=_save, backward=_backward,
-)  # fmt: skip
-attention_backward_kernel = operator(
-    "attention_backward", "(Tensor grad_output, Tensor[] qkv, Tensor out, Tensor lse, Tensor? cu_seqlens, "
-    "Tensor? key_mask, SymInt max_seqlen, float scale) -> Tensor[]",
-    attention_gradient, what="attention",
-    fake=lambda grad_output, qkv, *args: [tensor.new_empty(tensor.shape) for tensor in qkv],
-    flop=lambda grad_output, qkv, out, lse, *args: _flop(qkv, *args) * 5 // 2,
-)  # fmt: skip
-
-
 def _call(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, terms: ScoreTerms, key_mask: Tensor | None
 ) -> BiasedAttention:
@@ -192,62 +160,69 @@ def term_names(terms: ScoreTerms, bias_grad: bool = True) -> list[str]:
     return [name for name in _WITH_GRADIENT[not bias_grad :] if getattr(terms, name) is not None]
 
 
-def biased_attention(qkv: Sequence[Tensor], key_mask: Tensor | None, scale: float, terms: ScoreTerms) -> Tensor:
-    """Calls the operator; `qkv` and the output are those of `attention_forward`, `terms` those of `checked_terms`."""
-    given = {"key_mask": key_mask, **terms._asdict()}
-    names = [name for name, tensor in given.items() if tensor is not None]
-    bias_grad = terms.bias is not None and terms.bias.requires_grad
-    words = text_of(len(qkv), bias_grad, tuple(names))
-    out: Tensor = _biased_kernel([*qkv, *(given[name] for name in names)], scale, words)[0]
+def run_attention(
+    qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int, scale: float,
+    terms: ScoreTerms | None = None,
+) -> Tensor:  # fmt: skip
+    """Calls the operator; for the arguments and the result, see `attention_forward`."""
+    given = {"cu_seqlens": cu_seqlens, "key_mask": key_mask, **(terms._asdict() if terms is not None else {})}
+    given = {name: tensor for name, tensor in given.items() if tensor is not None}
+    bias_grad = "bias" in given and given["bias"].requires_grad
+    out: Tensor = _kernel([*qkv, *given.values()], max_seqlen, scale, text_of(len(qkv), bias_grad, tuple(given)))[0]
     return out
 
 
-def _unpacked(tensors: Sequence[Any], words: str) -> tuple[Any, Any, ScoreTerms, bool]:
-    """Returns qkv, key_mask, terms and bias_grad."""
+def _unpacked(tensors: Sequence[Any], max_seqlen: int, scale: float, words: str) -> tuple[Any, ...]:
+    """Returns qkv, cu_seqlens, key_mask, max_seqlen, scale, terms and bias_grad."""
     count, bias_grad, names = words_of(words)
     given = dict(zip(names, tensors[count:], strict=True))
-    return tensors[:count], given.pop("key_mask", None), ScoreTerms(**given), bias_grad
+    sequences, key_mask = given.pop("cu_seqlens", None), given.pop("key_mask", None)
+    return tensors[:count], sequences, key_mask, max_seqlen, scale, ScoreTerms(**given) if given else None, bias_grad
 
 
-def _biased_forward(tensors: Sequence[Tensor], scale: float, words: str) -> tuple[Tensor, Tensor]:
-    qkv, key_mask, terms, _ = _unpacked(tensors, words)
-    return attention_forward(qkv, None, key_mask, 0, scale, None, terms)
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    qkv, cu_seqlens, key_mask, max_seqlen, scale, terms, _ = _unpacked(*args)
+    return attention_forward(qkv, cu_seqlens, key_mask, max_seqlen, scale, None, terms)
 
 
-def _biased_gradient(
-    grad_output: Tensor, tensors: Sequence[Tensor], out: Tensor, lse: Tensor, scale: float, words: str
-) -> list[Tensor]:
-    qkv, key_mask, terms, bias_grad = _unpacked(tensors, words)
-    return attention_gradient(grad_output, qkv, out, lse, None, key_mask, 0, scale, terms, bias_grad)
+def _gradient(grad_output: Tensor, tensors: Sequence[Tensor], out: Tensor, lse: Tensor, *rest: Any) -> list[Tensor]:
+    qkv, *common = _unpacked(tensors, *rest)
+    return attention_gradient(grad_output, qkv, out, lse, *common)
 
 
-def _biased_gradient_fake(grad_output: Tensor, tensors: Sequence[Tensor], *args: Any) -> list[Tensor]:
-    qkv, _, terms, bias_grad = _unpacked(tensors, args[-1])
-    return [t.new_empty(t.shape) for t in (*qkv, *(getattr(terms, name) for name in term_names(terms, bias_grad)))]
+def _names(tensors: Sequence[Any], *rest: Any) -> list[str]:
+    """Returns the names of the tensors, or "" for those without a gradient."""
+    qkv, *_, terms, bias_grad = _unpacked(tensors, *rest)
+    wanted = [] if terms is None else term_names(terms, bias_grad)
+    return [*"qkv"[: len(qkv)], *(name if name in wanted else "" for name in words_of(rest[-1])[2])]
 
 
-def _biased_flop(tensors: Any, scale: float, words: str) -> int:
-    qkv, _, terms, _ = _unpacked(tensors, words)
-    flop = _flop(qkv, None, None, 0, scale)
-    return flop if terms.groups is None else flop // terms.groups[0]  # type: ignore[return-value]  # a shape
+def _flop(tensors: Any, max_seqlen: int, scale: float, words: str) -> int:
+    """Returns the matmul FLOPs of the forward; `tensors` are shapes. Assumes max_seqlen keys per packed query."""
+    qkv, cu_seqlens, *_, terms, _ = _unpacked(tensors, max_seqlen, scale, words)
+    if cu_seqlens is None:
+        max_seqlen = qkv[0][1] if len(qkv) == 1 else qkv[1][2]
+    windows = 1 if terms is None or terms.groups is None else terms.groups[0]
+    return 4 * math.prod(qkv[0]) * max_seqlen // (3 if len(qkv) == 1 else 1) // windows
 
 
-def _biased_backward(grad_output: Tensor, saved: Sequence[Tensor], rest: Any) -> Sequence[Tensor | None]:
+def _backward(grad_output: Tensor, saved: Sequence[Tensor], rest: Any) -> Sequence[Tensor | None]:
     out, lse, *tensors = saved
-    qkv, _, terms, bias_grad = _unpacked(tensors, rest[-1])
-    gradients = _biased_backward_kernel(grad_output, tensors, out, lse, *rest)
-    of_terms = dict(zip(term_names(terms, bias_grad), gradients[len(qkv) :]))
-    return [*gradients[: len(qkv)], *(of_terms.get(name) for name in words_of(rest[-1])[2])]
+    gradients = iter(_backward_kernel(grad_output, tensors, out, lse, *rest))
+    return [next(gradients) if name else None for name in _names(tensors, *rest)]
 
 
-_biased_kernel = operator(
-    "biased_attention", "(Tensor[] tensors, float scale, str words) -> (Tensor, Tensor)", _biased_forward,
-    what="attention", fake=lambda tensors, scale, words: _new_output(_unpacked(tensors, words)[0])[::2],
-    flop=_biased_flop, save=lambda args, output: ((*output, *args[0]), args[1:]), backward=_biased_backward,
+_SETTINGS = "SymInt max_seqlen, float scale, str words"
+_kernel = operator(
+    "attention", f"(Tensor[] tensors, {_SETTINGS}) -> (Tensor, Tensor)", _forward, what="attention",
+    fake=lambda *args: _new_output(_unpacked(*args)[0])[::2], flop=_flop,
+    save=lambda args, output: ((*output, *args[0]), args[1:]), backward=_backward,
 )  # fmt: skip
-_biased_backward_kernel = operator(
-    "biased_attention_backward",
-    "(Tensor grad_output, Tensor[] tensors, Tensor out, Tensor lse, float scale, str words) -> Tensor[]",
-    _biased_gradient, what="attention", fake=_biased_gradient_fake,
-    flop=lambda grad_output, tensors, out, lse, *args: _biased_flop(tensors, *args) * 5 // 2,
+_backward_kernel = operator(
+    "attention_backward", f"(Tensor grad_output, Tensor[] tensors, Tensor out, Tensor lse, {_SETTINGS}) -> Tensor[]",
+    _gradient, what="attention",
+    fake=lambda _, tensors, out, lse, *rest: [
+        tensor.new_empty(tensor.shape) for name, tensor in zip(_names(tensors, *rest), tensors) if name
+    ],
+    flop=lambda _, tensors, out, lse, *rest: _flop(tensors, *rest) * 5 // 2,
 )  # fmt: skip
