@@ -149,11 +149,10 @@ def _launch(
     # the rows of a window may lie anywhere in an image
     strides, form = addressing([*tensors.values()], rows=max(tensor.shape[2] for tensor in tensors.values()))
     constants |= {"FORM": form, "TILE": (t.rows, t.keys, _STAGES, align, 0 if terms.rel_w is None else call.pieces)}
-    # a warp per 16 rows, e.g. wgmma needs four warps for 64 rows; tf32 spills with 512 scores per warp, and on blackwell
-    # also tiles of 128 columns
-    tf32, arch = call.q.dtype.itemsize == 4, gpu_of(call.q.device).arch
-    crowded = call.columns == 128 and generation(arch) == "blackwell"
-    scores = 256 if tf32 or crowded else 512
+    # a warp per 16 rows, e.g. wgmma needs four warps for 64 rows; more warps where kernels would spill
+    tf32, kind = call.q.dtype.itemsize == 4, generation(gpu_of(call.q.device).arch)
+    crowded = call.columns > (64 if kind == "ampere" else 80) and kind != "hopper" and not tf32
+    scores = (128 if kind == "ampere" else 256) if crowded else 256 if tf32 else 512
     warps = min(8 if crowded else warps, max(max(t.rows, t.keys) // 16, t.rows * t.keys // scores))
     # without maxnreg, ptxas limits some kernels to 168 registers, and spills
     maxnreg = 255 if tf32 and "delta_ptr" in args else None
