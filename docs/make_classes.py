@@ -40,8 +40,8 @@ These tables list what `vit_fast.fuse` does with each Vision Transformer class, 
 For most other fused classes, `GraphRunner(model, example)` runs CUDA graphs for images of one size.
 
 `fuse` gets no example; it makes one for models that state their size. Each timm class is tested with the named model,
-each transformers class with its default configuration, both with one or two blocks per stage if possible. Models of
-transformers with a task head are not tested. `make classes` writes this page.
+each transformers class with its default configuration and images of at most 256 pixels, both with at most two blocks
+per stage if possible. Models of transformers with a task head are not tested. `make classes` writes this page.
 """
 CONVOLUTIONAL = {"byobnet", "byoanet", "resnest", "sknet", "cpubone", "lowformer", "mobilenetv5"}  # modules of timm
 # classes of transformers: parts of models, heads, and models that contain a tower; TOWERS are towers in spite of this
@@ -132,11 +132,13 @@ def timm_rows() -> Iterator[str]:
 def transformers_outcome(cls: Any) -> str | None:
     """Returns the result of `fuse` for a model of a class, with two layers per stage if their number can be set."""
     config = cls.config_class()
-    for name in ("num_hidden_layers", "depth", "depths"):
+    for name, most in (("num_hidden_layers", 2), ("depth", 2), ("depths", 2), ("image_size", 256)):
         value = getattr(config, name, None)
         if isinstance(value, int | list):
             with contextlib.suppress(NotImplementedError):  # a name that stands for a list of depths
-                setattr(config, name, 2 if isinstance(value, int) else [min(depth, 2) for depth in value])
+                setattr(
+                    config, name, min(value, most) if isinstance(value, int) else [min(each, most) for each in value]
+                )
 
     def build() -> nn.Module:
         return cls(copy.deepcopy(config))
