@@ -66,7 +66,7 @@ def outcome(model: nn.Module) -> str | None:
     if not any("attention" in module.part or "Block" in module.class_name for module in report.modules):
         return None
     reasons = dict.fromkeys(reason for module in report.skipped for reason in module.reasons)
-    unknown = [reason.removesuffix(UNKNOWN) for reason in reasons if reason.endswith(UNKNOWN)]
+    unknown = [reason.removesuffix(f" {UNKNOWN}") for reason in reasons if reason.endswith(UNKNOWN)]
     texts = [" ".join(reason.split()).replace("|", "/") for reason in reasons if not reason.endswith(UNKNOWN)]
     texts += dict.fromkeys(f"fused if called {module.condition}" for module in report.conditional)
     texts += [f"unknown classes: {', '.join(unknown)}"] if unknown else []
@@ -78,7 +78,7 @@ def outcome(model: nn.Module) -> str | None:
 
 def outcome_of(build: Callable[[], nn.Module], on_meta: str | None) -> str | None:
     """Returns the result of `fuse` on the CPU, unless the classes in the model decide it on the meta device."""
-    return on_meta if on_meta is None or on_meta.startswith("fused") else outcome(build())
+    return on_meta if on_meta is None or on_meta.startswith("fused") else outcome(build()) or on_meta
 
 
 def timm_model(name: str) -> nn.Module:
