@@ -33,7 +33,7 @@ These tables list what `vit_fast.fuse` does with each Vision Transformer class, 
 - **fused**: `fuse` replaces all attention and all norm + MLP modules.
 - **partly**: `fuse` replaces some of these modules. The table contains the reasons for skipping the rest.
 - **skipped**: `fuse` replaces none of these modules. The table contains the reasons.
-- **not checked**: The class needs a package that was not installed.
+- **not checked**: The class needs a package that was not installed, or reading it was stopped.
 - **token budgets**: `GraphRunner(tower, budgets=...)` runs CUDA graphs for [images of any size](howto/towers.md).
 - **token budgets, one size**: `GraphRunner(tower, budgets=...)` runs CUDA graphs for images of one size.
 

@@ -25,7 +25,7 @@ from torch.nn.utils import prune
 import vit_fast
 from vit_fast.blocks.fused import FusedBlocks, FusedModule, FusedNormMlp
 from vit_fast.libraries import known
-from vit_fast.libraries.transformers.families import LIKE_QWEN
+from vit_fast.libraries.transformers.families import LAYERS
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -216,7 +216,7 @@ OFTEN = (
 BLOCKS = {name: MODELS[name] for name in OFTEN} | {
     name: transformers_subject(f"{folder}.modeling_{folder}.{name}")
     for folder, name in re.findall(r"^\| (\w+) \| (\w+) \| default \| fused", CLASSES.read_text(), re.MULTILINE)
-    if folder not in ("pixtral", "qwen2_vl", "siglip2", "vit_mae", *LIKE_QWEN)
+    if folder in LAYERS and folder not in ("siglip2", "vit_mae")
 }
 BLOCKS["VivitModel"] = dataclasses.replace(
     BLOCKS["VivitModel"], inputs=lambda: {"pixel_values": torch.randn(2, 32, 3, IMAGE, IMAGE)}
