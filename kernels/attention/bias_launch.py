@@ -123,7 +123,7 @@ def _tiling(call: BiasedAttention, area: int, per_rows: bool, per_keys: bool, sh
 
 def _launch(
     kernel: Any, call: BiasedAttention, tiling: _Tiling, tensors: dict[str, Tensor], args: dict[str, Any],
-    warps: int = 4, **constants: Any,
+    warps: int = 4, maxnreg: int | None = None, **constants: Any,
 ) -> Launch:  # fmt: skip
     """Returns the launch of a kernel with the `tensors` [B, H, N, D]."""
     t, terms, key_mask, (n_batch, heads, n_q, n_kv) = tiling, call.terms, call.key_mask, call.sizes
@@ -154,8 +154,6 @@ def _launch(
     crowded = call.columns > (64 if kind == "ampere" else 80) and kind != "hopper" and not tf32
     scores = (128 if kind == "ampere" else 256) if crowded else 256 if tf32 else 512
     warps = min(8 if crowded else warps, max(max(t.rows, t.keys) // 16, t.rows * t.keys // scores))
-    # without maxnreg, ptxas limits some kernels to 168 registers, and spills
-    maxnreg = 255 if tf32 and "delta_ptr" in args else None
     args = {**tensors, "strides": strides, **args}
     return Launch(
         kernel, (t.programs * t.chunks,), args, constants, num_warps=warps, maxnreg=maxnreg, device=call.q.device
@@ -195,7 +193,8 @@ def attention_bias_backward(
         if drel_h is not None:
             gradients["rel_h"] = drel_h.sum(3) if call.pieces > 1 else drel_h[:, :, :, 0]
         tensors, tiling = {**inputs, "do": do, "dk": dk, "dv": dv}, _tiling(call, area, False, True, False)
-        _launch(_attention_bias_bwd_dkdv_kernel, call, tiling, tensors, {"delta_ptr": delta}).run()
+        limit = 255 if call.q.dtype.itemsize == 4 else None  # without it, ptxas uses 168 registers for tf32, and spills
+        _launch(_attention_bias_bwd_dkdv_kernel, call, tiling, tensors, {"delta_ptr": delta}, maxnreg=limit).run()
     if whole or bias_grad:
         tensors, tiling = {**inputs, "do": do, "dq": dq, "dk": dk, "dv": dv}, _tiling(call, area, True, True, True)
         parts = lse.new_empty((tiling.chunks, *call.sizes[1:])) if bias_grad else None
