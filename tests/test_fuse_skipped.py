@@ -38,7 +38,6 @@ def eager_vit() -> nn.Module:
         ),
         (lambda: tiny_timm(mlp_layer="GatedMlp", embed_dim=48), ", got a GatedMlp"),
         (lambda: tiny_timm(norm_layer="simplenorm"), "norm2 must be a LayerNorm or RMSNorm, got a SimpleN"),
-        (lambda: tiny_timm("vit_relpos_small_patch16_224"), "e.g. by a bias or mask"),
         (lambda: nn.MultiheadAttention(64, 2, add_bias_kv=True), "add_bias_kv must be False, got True"),
         (lambda: nn.MultiheadAttention(64, 2, add_zero_attn=True), "add_zero_attn must be False, got True"),
         (lambda: nn.MultiheadAttention(64, 2, kdim=32), "kdim and vdim must equal embed_dim"),
