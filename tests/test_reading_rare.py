@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-from spellings import Net, Packed
+from spellings import Net, Packed, Variant
 from torch import nn
 
 import vit_fast
@@ -38,6 +40,23 @@ class ReplacesNaN(Packed):
         return super().forward(x).nan_to_num()
 
 
+class NotNegative(Packed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.gamma1.relu() * self.attend(self.norm1(x))
+        return x + self.gamma2.abs() * self.mlp(self.norm2(x))
+
+
+class ClampsScale(Packed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.gamma1.clamp(max=40) * self.attend(self.norm1(x))
+        return x + self.gamma2 * self.mlp(self.norm2(x))
+
+
+class ClampsScores(Variant):
+    def scores(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.clamp(-50, 50)
+
+
 class Hides(Packed):
     kind = 2.0  # fused modules have an attribute of this name
 
@@ -59,22 +78,85 @@ def test_rare_inputs_give_the_same_outputs() -> None:
             torch.testing.assert_close(model(x), original(x), rtol=0.02, atol=0.02)  # rounded to bf16
 
 
-class Configured(Packed):
+@pytest.mark.parametrize(("block", "factor"), [(NotNegative, -1), (ClampsScale, 1e3), (ClampsScores, 1e3)])
+def test_rare_weights_give_the_same_outputs(block: Any, factor: float) -> None:
+    torch.manual_seed(0)
+    original = nn.Sequential(block(32, 4), block(32, 4)).eval()
+    model = copy.deepcopy(original)
+    vit_fast.fuse(model, "eager", example=(x := torch.randn(2, 20, 32)))
+    with torch.no_grad():
+        for net in (model, original):
+            for parameter in net.parameters():
+                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0)).mul_(factor)
+    torch.testing.assert_close(model(x), original(x), rtol=1e-4, atol=1e-4 * float(original(x).detach().abs().max()))
+
+
+class Gains(Packed):
+    """Multiplies its branches by a number or tensor from different places."""
+
+    of_class = 1.0
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.config = {"gain": [1.0]}
+        self.options = SimpleNamespace(attention=SimpleNamespace(gain=1.0))
+        self.register_buffer("absent", None)
+
+    def gain(self) -> Any:
+        return self.config["gain"][0] * self.options.attention.gain * self.of_class
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + (super().forward(x) - x) * self.config["gain"][0]
+        gain = self.gain() if self.absent is None else self.absent
+        return x + (super().forward(x) - x) * gain
 
 
-def test_a_changed_entry_of_a_dictionary_has_an_effect_also_after_freeze() -> None:
+class InList(Gains):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.tensors = [torch.ones(())]
+
+    def gain(self) -> Any:
+        return self.tensors[0]
+
+
+CHANGES: dict[str, Any] = {
+    "dictionary": lambda block: block.config["gain"].__setitem__(0, 2.0),
+    "nested object": lambda block: setattr(block.options.attention, "gain", 2.0),
+    "instance instead of class": lambda block: setattr(block, "of_class", 2.0),
+    "absent buffer": lambda block: setattr(block, "absent", torch.tensor(2.0)),
+    "absent bias": lambda block: setattr(block.qkv, "bias", nn.Parameter(torch.linspace(-1, 1, 96))),
+    "tensor in a list": lambda block: block.tensors[0].fill_(2.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_inside_a_block_have_an_effect_also_after_freeze(name: str) -> None:
     torch.manual_seed(0)
-    model = Net(Configured).eval()
-    vit_fast.fuse(model, "eager", example=torch.randn(2, 3, 32, 8)).require_all()
-    nn.init.ones_(model.layers[0].gamma1)
-    expected = model.layers[0](x := torch.randn(2, 20, 32)) * 2 - x
-    model.layers[0].config["gain"][0] = 2.0
-    torch.testing.assert_close(model.layers[0](x), expected)
+    original = Net(InList if name == "tensor in a list" else Gains).eval()
+    model, images = copy.deepcopy(original), torch.randn(2, 3, 32, 8)
+    report = vit_fast.fuse(model, "eager", example=images)
+    assert name == "tensor in a list" or report.require_all()
+    for net in (model, original):
+        nn.init.ones_(net.layers[0].gamma1)
+        CHANGES[name](net.layers[0])
+    torch.testing.assert_close(model(images), original(images))
     vit_fast.freeze(model)
-    torch.testing.assert_close(model.layers[0](x), expected)
+    torch.testing.assert_close(model(images), original(images))
+
+
+class Counts(Variant):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: list[int] = []
+
+    def scores(self, scores: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(scores))
+        return scores
+
+
+def test_a_forward_that_changes_attributes_still_does() -> None:
+    model, x = nn.Sequential(Counts(32, 4)).eval(), torch.randn(2, 20, 32)
+    vit_fast.fuse(model, "eager", example=x)
+    model[0].seen.clear()
+    model(x)
+    assert model[0].seen == [2]

@@ -15,6 +15,7 @@ from ..errors import type_name
 
 Edge = tuple[nn.Module, str, nn.Module]  # parent, name, child
 PLAIN = (nn.Parameter, Tensor, type(None))  # other subclasses may override operators
+_STORES = ("_modules", "_parameters", "_buffers")
 _RECORDERS = "transformers.utils.output_capturing"
 # Hooks that record these outputs, (key, index), do not prevent fusion. Fused modules are still called, and attention
 # returns weights only on request.
@@ -129,7 +130,7 @@ class Watch:
             if name in own:
                 self._direct.append((own, name, value))
             elif value is None and isinstance(owner, nn.Module):
-                self._direct += [(place, name, None) for place in (own, own["_modules"], own["_parameters"])]
+                self._direct += [(place, name, None) for place in (own, *map(own.get, _STORES))]
             else:
                 self._others.append((owner, name, value))
         classes = {type(child) for child in self.modules}

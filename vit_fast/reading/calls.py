@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -83,11 +84,17 @@ def _is_constant(value: Any) -> bool:
 
 
 def attributes_of(module: nn.Module) -> Iterator[tuple[Any, str, object]]:
-    """Yields all attributes of a module, and of its other objects, e.g. a configuration: (owner, name, value).
+    """Yields all attributes of a module, its class, and its other objects, e.g. a configuration: (owner, name, value).
 
     Excludes tensors, submodules and rates of dropout, which `drop_slots` returns.
     """
     drops = {name for _, name in drop_slots(module, False)}
+    for store in (module._parameters, module._buffers):
+        yield from ((module, name, None) for name, tensor in store.items() if tensor is None)
+    for cls in itertools.takewhile(lambda cls: cls is not nn.Module, class_of(module).__mro__):
+        for name, value in vars(cls).items():
+            if not name.startswith("__") and name not in vars(module) and _is_constant(value):
+                yield module, name, getattr(module, name)
     for name, value in vars(module).items():
         if (
             name in _OF_MODULES
@@ -97,8 +104,19 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[Any, str, object]]:
         ):
             continue
         yield module, name, _copied(value)
-        if not isinstance(value, (*SIMPLE, type, FunctionType)) and hasattr(value, "__dict__"):
-            yield from ((value, own, _copied(each)) for own, each in vars(value).items() if _is_constant(each))
+        yield from _inside(value, {id(value)})
+
+
+def _inside(value: Any, seen: set[int]) -> Iterator[tuple[Any, str, object]]:
+    if isinstance(value, (*SIMPLE, type, FunctionType, nn.Module, Tensor)) or not hasattr(value, "__dict__"):
+        return
+    for name, each in vars(value).items():
+        if _is_constant(each):
+            yield value, name, _copied(each)
+        elif id(each) not in seen:
+            seen.add(id(each))
+            yield value, name, each
+            yield from _inside(each, seen)
 
 
 def _copied(value: Any) -> Any:

@@ -217,6 +217,9 @@ def capture(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -
     after = [tensor for part in module.modules() for tensor in tensors_in(part)]
     if len(before) != len(after) or not all(map(torch.equal, before, after)) or not torch.equal(given, x):
         raise UnreadableError("its forward writes into its input or its tensors")
+    held = [node for node in graph.nodes if node.op == "get_attr" and node not in graph.slots]
+    if any(not operator_of(user).startswith("lift_fresh") for node in held for user in node.users):
+        raise UnreadableError("its forward uses a tensor that is neither parameter, buffer nor attribute of a module")
     if any(operator_of(node) in ("_local_scalar_dense", "item") for node in graph.nodes):
         raise UnreadableError("its forward reads values of tensors on the host")
     return graph

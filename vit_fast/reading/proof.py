@@ -103,6 +103,20 @@ def prove_in_contexts(copied: nn.Module, call: Call, reading: Reading, x: Tensor
             raise UnreadableError(f"its parts were read, but the outputs {name} of module and parts differ")
 
 
+def prove_other_weights(copied: nn.Module, call: Call, reading: Reading, x: Tensor) -> None:
+    """Raises UnreadableError if outputs differ for large or negative weights, e.g. because of a clamp."""
+    held = [(each, each.clone()) for each in copied.parameters() if each.is_floating_point()]
+    with torch.no_grad():
+        for factor, limit in ((-1.0, 10 * LIMITS[torch.float64]), (100.0, 0.01), (-100.0, 0.01)):  # fp32 rounds scores
+            for parameter, before in held:
+                parameter.copy_(before * factor)
+            expected, found = call.run(copied, x), run_reading(reading, x, "eager")
+            for parameter, before in held:
+                parameter.copy_(before)
+            if expected.isfinite().all() and not _is_near(found, expected, limit):
+                raise UnreadableError("its parts were read, but the outputs for large or negative weights differ")
+
+
 def _is_near(a: Tensor, b: Tensor, limit: float) -> bool:
     # gradients that are zero up to rounding, e.g. of the bias of keys, need an absolute bound
     return a.shape == b.shape and bool((a - b).norm() <= limit * b.norm() + 1e-8)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..blocks.parts import Derived, detached
 from ..blocks.plain import touch_reasons
-from .calls import Call, state_of, structure_of
+from .calls import Call, attributes_of, state_of, structure_of
 from .capture import Graph, UnreadableError, capture, free_dimensions, random_copy, tokens_like
 from .forms import Recipe, hidden_name
 from .matcher import Reading, read_graph
@@ -23,6 +23,7 @@ from .proof import (
     is_same_in_training,
     prove,
     prove_in_contexts,
+    prove_other_weights,
     proved_dtypes,
     run_reading,
     slots_of,
@@ -58,8 +59,18 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None) -> Recipe:
     def forward(x: Tensor) -> Tensor:
         return call.run(copied, x)
 
+    def attributes() -> list[tuple[Any, str, object]]:
+        return [row for part in copied.modules() for row in attributes_of(part)]
+
     def captured(shape: tuple[int, ...]) -> tuple[Graph, Reading]:
+        before = attributes()
         graph = capture(copied, forward, tokens_like(shape))
+        try:
+            is_same = before == attributes()
+        except (RuntimeError, ValueError):  # of other tensors or arrays
+            is_same = False
+        if not is_same:
+            raise UnreadableError("its forward changes attributes")
         with torch.no_grad():
             reading = read_graph(graph, copied)
         check_complete(graph, reading)
@@ -106,6 +117,7 @@ def _proved(
             allowed = (*allowed[:i], shape[i], *allowed[i + 1 :])
     tokens = tokens_like(probe)
     prove_in_contexts(copied, call, reading, tokens)
+    prove_other_weights(copied, call, reading, tokens)
     reading = with_drop_paths(copied, call, reading, tokens)
     trains = is_same_in_training(copied, call, reading, tokens)
     attention, mlp = detached(copied, reading.attention), detached(copied, reading.mlp)
