@@ -12,7 +12,11 @@ import torch.nn.functional as F
 from spellings import (
     BLOCKS,
     OTHER_BLOCKS,
+    ChannelsFirst,
+    Einsum,
+    Flat,
     Head,
+    HeadsFirst,
     Net,
     NormedBranch,
     NormedResidual,
@@ -20,6 +24,7 @@ from spellings import (
     PostNorm,
     Residuals,
     Separate,
+    Tutorial,
     Variant,
     runs_fused,
 )
@@ -30,6 +35,7 @@ from vit_fast.reading.capture import UnreadableError
 from vit_fast.reading.forms import ReadModule
 from vit_fast.reading.reader import read
 
+WITHOUT_SDPA = {Packed, HeadsFirst, ChannelsFirst, Einsum, Tutorial, Flat}
 IMAGES = torch.randn(2, 3, 20, 16, generator=torch.Generator().manual_seed(0))
 
 
@@ -58,6 +64,9 @@ def test_spellings(block: Any) -> None:
     for (name, a), b in zip(model.named_parameters(), original.parameters()):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6, msg=name)
     vit_fast.fuse(model, "sdpa")
+    # an original that calls SDPA itself is as fast
+    assert runs_fused(model, lambda: model(IMAGES)) is (block in WITHOUT_SDPA)
+    torch.testing.assert_close(model(IMAGES), original(IMAGES), rtol=1e-5, atol=1e-5)
     frozen = vit_fast.freeze(model)
     with torch.inference_mode():
         assert len(frozen) == (2 if block in BLOCKS else 0), str(frozen)

@@ -195,9 +195,14 @@ class Graph(fx.Interpreter):
     def makes_constants(self) -> bool:
         """Returns True if forward combines the input with tensors that it creates, e.g. a mask of its own."""
         made = [node for node in self.nodes if not self.depends(node)]
-        sources = {each for node in self.nodes if self.is_live(node) for each in node.all_input_nodes}
+        sources = {each for node in self.nodes if self.is_live(node) for each in _read_by(node)}
         values = [self.values.get(node) for node in made if node in sources and not self.is_live(node)]
         return any(isinstance(value, Tensor) and value.numel() > 1 for value in values)
+
+
+def _read_by(node: fx.Node) -> list[fx.Node]:
+    """Returns the inputs of a node, without the first one of baddbmm if its beta is 0."""
+    return node.all_input_nodes[1 if node.kwargs.get("beta") == 0 else 0 :]
 
 
 def operator_of(node: fx.Node) -> str:

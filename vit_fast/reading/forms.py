@@ -25,6 +25,7 @@ class Recipe:
     attention: Node
     mlp: Node
     layout: str
+    uses_sdpa: bool
     kind: str  # the parts, for the report
     call: Call
     shape: tuple[int | None, ...]  # of the tokens; None for sizes that the forward does not depend on
@@ -32,7 +33,7 @@ class Recipe:
     trains: bool  # True if training mode computes the same as evaluation mode, apart from dropout
 
     def reading(self, module: nn.Module) -> Reading:
-        return Reading(attached(module, self.attention), attached(module, self.mlp), self.layout)
+        return Reading(attached(module, self.attention), attached(module, self.mlp), self.layout, self.uses_sdpa)
 
 
 class ReadModule(FusedNormMlp):
@@ -82,6 +83,9 @@ class ReadModule(FusedNormMlp):
         reader = cls.reader(module)
         cls._read_half(reader, "attention")
         return Finding(tuple(reader.reasons), bypassed=[each for each in module.modules() if each is not module])
+
+    def is_idle(self) -> bool:
+        return self.vit_fast_recipe.uses_sdpa and super().is_idle()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = self.vit_fast_recipe.call.tokens(args, kwargs)

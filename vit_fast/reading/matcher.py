@@ -31,6 +31,7 @@ class Reading:
     attention: AttentionParts | None
     mlp: MlpParts | None
     layout: str
+    uses_sdpa: bool = True  # True unless the module computes softmax attention without SDPA
 
     def batched(self, x: Tensor) -> Tensor:
         """Returns tokens as [B, N, C]."""
@@ -64,7 +65,8 @@ def read_graph(graph: Graph, root: nn.Module) -> Reading:
     first = None
     for layout in LAYOUTS.get(x.dim(), ()) if matcher.cores else ("[..., C]",):
         try:
-            return matcher.read(Reading(None, None, layout))
+            uses_sdpa = all(core.scores is None for core in matcher.cores)
+            return matcher.read(Reading(None, None, layout, uses_sdpa))
         except UnreadableError as error:
             first = first or error
     raise first or UnreadableError(f"its tokens must be [B, N, C], [N, B, C] or [B, H, W, C], got {tuple(x.shape)}")

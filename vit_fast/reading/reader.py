@@ -123,7 +123,7 @@ def _proved(
     attention, mlp = detached(copied, reading.attention), detached(copied, reading.mlp)
     with torch.no_grad():
         dtypes = proved_dtypes(copied, call, reading, probe)
-    return Recipe(attention, mlp, reading.layout, reading.kind, call, allowed, dtypes, trains)
+    return Recipe(attention, mlp, reading.layout, reading.uses_sdpa, reading.kind, call, allowed, dtypes, trains)
 
 
 @dataclass
