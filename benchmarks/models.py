@@ -233,7 +233,9 @@ def _given(given: str, find: Callable[[str, Size | None], Found], size: Size | N
             model = model[0]
         if not isinstance(model, nn.Module):
             raise TypeError(f"the function must return an nn.Module, got {type(model).__name__}")
-        return (OutputOf(model) if wrapped else model).eval().float()
+        model = OutputOf(model) if wrapped else model
+        model.eval()
+        return model.float()
 
     wrapped = False
     try:

@@ -58,7 +58,8 @@ class TrainingStep:
 
     def __init__(self, group: Group, model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
         self.group, self.function, self.whole = group, function, group.model.is_whole
-        self.parameters = list(model.train().requires_grad_(True).parameters())
+        model.train()
+        self.parameters = list(model.requires_grad_(True).parameters())
         for part in model.modules():
             if isinstance(part, nn.Dropout):
                 part.p = 0.0

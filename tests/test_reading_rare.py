@@ -12,6 +12,8 @@ from spellings import Net, Packed, Variant
 from torch import nn
 
 import vit_fast
+from vit_fast.libraries.known import exportable
+from vit_fast.measure.optimization import _snapshot
 
 
 class Branches(Packed):
@@ -160,3 +162,22 @@ def test_a_forward_that_changes_attributes_still_does() -> None:
     model[0].seen.clear()
     model(x)
     assert model[0].seen == [2]
+
+
+class TrainReturnsNone(Packed):
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]  # as in LeViT of timm
+        super().train(mode)
+
+
+class NetTrainReturnsNone(Net):
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        super().train(mode)
+
+
+def test_a_train_method_that_returns_nothing() -> None:
+    torch.manual_seed(0)
+    model, images = NetTrainReturnsNone(TrainReturnsNone), torch.randn(2, 3, 32, 8)
+    model.eval()
+    for copied in (_snapshot(model, images), exportable(model.double())):
+        assert isinstance(copied, NetTrainReturnsNone) and not copied.training
+    vit_fast.fuse(model.float(), "eager", example=images).require_all()

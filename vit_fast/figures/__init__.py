@@ -126,7 +126,8 @@ def record_activations(model: nn.Module, images: Tensor) -> Activations:
     """
     if reasons := required_input_reasons(model):
         raise _unsupported(model, *reasons)
-    work = copy.deepcopy(model).eval()
+    work = copy.deepcopy(model)
+    work.eval()
     unfuse(work)
     fuse(work, "sdpa")
     with _Watcher() as seen:

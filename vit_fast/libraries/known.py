@@ -66,7 +66,8 @@ def exportable(model: nn.Module) -> nn.Module:
     if any(p.device.type == "meta" for p in model.parameters()):
         raise UnsupportedInputError(type(model).__name__, ["weights must be loaded, got tensors on the meta device"])
     if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()) or model.training:
-        return copy.deepcopy(model).to("cpu", torch.float32).eval()
+        model = copy.deepcopy(model).to("cpu", torch.float32)
+        model.eval()
     return model
 
 

@@ -113,7 +113,8 @@ def changed_copy(
     shared: dict[int, Any] = {}
     if candidate.precision is None:
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    work = copy.deepcopy(model, shared).eval()
+    work = copy.deepcopy(model, shared)
+    work.eval()
     if candidate.precision is not None:
         work = work.to(DTYPES[candidate.precision])
     if candidate.precision == "fp8":

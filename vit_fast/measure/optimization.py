@@ -269,7 +269,9 @@ def _snapshot(model: Any, example: Any) -> nn.Module:
         return model
     if isinstance(model, nn.Module):
         try:
-            return copy.deepcopy(model).eval()
+            copied: nn.Module = copy.deepcopy(model)
+            copied.eval()
+            return copied
         except Exception as error:  # whatever the model raises
             reason = f"copy.deepcopy of the model fails: {describe_error(error)}"
             raise UnsupportedInputError("optimizing this model", [reason]) from None

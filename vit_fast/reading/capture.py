@@ -50,7 +50,8 @@ def random_copy(module: nn.Module) -> nn.Module:
             for tensor in list(tensors_in(part)):
                 is_mask = tensor.dim() > 1 and not isinstance(tensor, nn.Parameter) and _has_two_values(tensor)
                 tensor.copy_(tensor.flip(0, 1) if is_mask else _randomized(tensor, generator))
-    return copied.eval()
+    copied.eval()  # returns None if the class has a train() that returns nothing
+    return copied
 
 
 def tensors_in(module: nn.Module) -> Iterator[Tensor]:

@@ -175,7 +175,8 @@ def warm_up(
         return WarmUp(0, 0, time.perf_counter() - start, reasons)
 
     # the copy shares the parameters, but not the buffers
-    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).train(training)
+    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    copied.train(training)
 
     wanted = [parameter for parameter in copied.parameters() if parameter.requires_grad]
 
