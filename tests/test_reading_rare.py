@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from spellings import Net, Packed, Variant
 from torch import nn
 
@@ -42,12 +43,6 @@ class ReplacesNaN(Packed):
         return super().forward(x).nan_to_num()
 
 
-class NotNegative(Packed):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.gamma1.relu() * self.attend(self.norm1(x))
-        return x + self.gamma2.abs() * self.mlp(self.norm2(x))
-
-
 class ClampsScale(Packed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.gamma1.clamp(max=40) * self.attend(self.norm1(x))
@@ -80,8 +75,8 @@ def test_rare_inputs_give_the_same_outputs() -> None:
             torch.testing.assert_close(model(x), original(x), rtol=0.02, atol=0.02)  # rounded to bf16
 
 
-@pytest.mark.parametrize(("block", "factor"), [(NotNegative, -1), (ClampsScale, 1e3), (ClampsScores, 1e3)])
-def test_rare_weights_give_the_same_outputs(block: Any, factor: float) -> None:
+@pytest.mark.parametrize("block", [ClampsScale, ClampsScores])
+def test_large_weights_give_the_same_outputs(block: Any) -> None:
     torch.manual_seed(0)
     original = nn.Sequential(block(32, 4), block(32, 4)).eval()
     model = copy.deepcopy(original)
@@ -89,7 +84,7 @@ def test_rare_weights_give_the_same_outputs(block: Any, factor: float) -> None:
     with torch.no_grad():
         for net in (model, original):
             for parameter in net.parameters():
-                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0)).mul_(factor)
+                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0)).mul_(1e3)
     torch.testing.assert_close(model(x), original(x), rtol=1e-4, atol=1e-4 * float(original(x).detach().abs().max()))
 
 
@@ -160,9 +155,9 @@ class Counts(Variant):
 def test_a_forward_that_changes_attributes_still_does() -> None:
     model, x = nn.Sequential(Counts(32, 4)).eval(), torch.randn(2, 20, 32)
     vit_fast.fuse(model, "eager", example=x)
-    model[0].seen.clear()
+    seen = list(model[0].seen)
     model(x)
-    assert model[0].seen == [2]
+    assert model[0].seen == [*seen, 2]
 
 
 class TrainReturnsNone(Packed):
@@ -182,3 +177,26 @@ def test_a_train_method_that_returns_nothing() -> None:
     for copied in (_snapshot(model, images), exportable(model.double())):
         assert isinstance(copied, NetTrainReturnsNone) and not copied.training
     vit_fast.fuse(model.float(), "eager", example=images).require_all()
+
+
+class Masked(Packed):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.register_buffer("mask", torch.ones(16, 16, dtype=torch.bool).tril())
+        nn.init.ones_(self.gamma1)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("mask", [None, torch.linspace(-3, 3, 256).view(16, 16)], ids=["none", "float"])
+def test_a_mask_of_another_kind_runs_the_original(mask: torch.Tensor | None) -> None:
+    torch.manual_seed(0)
+    original = Net(Masked).eval()
+    model, images = copy.deepcopy(original), torch.randn(2, 3, 16, 16)
+    vit_fast.fuse(model, "eager", example=images).require_all()
+    torch.testing.assert_close(model(images), original(images))
+    for net in (model, original):
+        net.layers[0].mask = mask
+    torch.testing.assert_close(model(images), original(images))

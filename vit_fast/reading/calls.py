@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.fused import FusedModule
+from ..blocks.parts import Slot
 from .capture import InDouble, UnreadableError
 
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -139,10 +140,22 @@ def structure_of(module: nn.Module) -> tuple[Any, ...]:
     """Returns names, classes and shapes of everything inside a module; blocks of equal structure share one recipe."""
     rows: list[Any] = []
     for name, part in module.named_modules(remove_duplicate=False):
-        stores = ((own, tensor) for store in (part._parameters, part._buffers) for own, tensor in store.items())
-        shapes = tuple((own, None if tensor is None else tensor.shape) for own, tensor in stores)
-        rows.append((name, class_of(part), shapes))
+        held = {name: each for name, each in vars(part).items() if isinstance(each, Tensor)}
+        names = (*part._parameters, *part._buffers, *held)
+        rows.append((name, class_of(part), tuple((own, Kind((part, own)).now) for own in names)))
     return tuple(rows)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The tensor at a slot, seen by a `Watch`: `now` is its shape and True if it is boolean, None without a tensor."""
+
+    slot: Slot
+
+    @property
+    def now(self) -> tuple[torch.Size, bool] | None:
+        tensor = getattr(*self.slot)
+        return (tensor.shape, tensor.dtype == torch.bool) if isinstance(tensor, Tensor) else None
 
 
 def state_of(module: nn.Module) -> tuple[Any, ...]:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from ..blocks.block import parts_of, run_attention, run_mlp
 from ..blocks.fused import Finding, FusedModule, FusedNormMlp
-from ..blocks.parts import AttentionParts, BlockParts, MlpParts, Node, attached
+from ..blocks.parts import AttentionParts, BlockParts, Derived, MlpParts, Node, attached, origins
 from ..blocks.reading import Reader
-from .calls import Call, attributes_of, drop_slots, state_of, structure_of
+from .calls import Call, Kind, attributes_of, drop_slots, state_of, structure_of
 from .matcher import Reading
+from .proof import slots_of
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class ReadModule(FusedNormMlp):
         block.watch_children(list(owner._modules))
         for part in owner.modules():
             block.values += attributes_of(part)
+        kinds = [Kind(origin) for slot in slots_of(half) if isinstance(slot[0], Derived) for origin in origins(slot)]
+        block.values += [(kind, "now", kind.now) for kind in kinds]
         if (structure_of(owner), state_of(owner)) != (owner.vit_fast_structure, owner.vit_fast_state):
             block.reasons.append("a module or attribute inside it changed: call fuse again with example=")
         if not block.check_fusible() or half is None:
