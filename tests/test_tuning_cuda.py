@@ -65,7 +65,7 @@ def test_compiled_models_return_memory_of_their_own(model, images, monkeypatch: 
     place = torch.empty(4, 10)
 
     def compile_to_graphs(work: nn.Module, **how: Any) -> nn.Module:
-        assert how == {"mode": "max-autotune", "fullgraph": False, "dynamic": False}
+        assert how == {"backend": "inductor", "mode": "max-autotune", "fullgraph": False, "dynamic": False}
         work.register_forward_hook(lambda module, args, output: place.copy_(output))
         return work
 
