@@ -90,8 +90,7 @@ class GraphRunner:
             requirement = "pass example and optionally batch_sizes, or budgets and optionally max_images"
             got = ", ".join(name if name == "example" else f"{name}={value!r}" for name, value in given.items())
             raise ValueError(f"{requirement}: got {got or 'None for all'}")
-        self.model, self._fallback = model, fallback
-        model.eval()
+        self.model, self._fallback = model.eval() or model, fallback
         self._tower: PackedTower
         if example is not None:
             sizes = (1, 8, 32) if batch_sizes is None else batch_sizes
