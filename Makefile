@@ -1,6 +1,6 @@
 # Most targets first create a virtual environment with the versions in constraints.txt.
 #   make bench       measure the throughput of a ViT on a real image; writes a table and a plot
-#   make test        run the fast tests: two to eight minutes on two idle cores (GPU tests are skipped without a GPU)
+#   make test        run the fast tests: two to nine minutes on two idle cores (GPU tests are skipped without a GPU)
 #   make test-full   run all tests; make test-changed: only those that the changed folders require
 #   make test-oldest test the oldest supported versions: compile, export, launches, public API, a tenth of the rest
 #   make test-newest the same with the newest versions that pip finds, and each kernel on the PTX emulator

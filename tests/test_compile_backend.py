@@ -81,13 +81,13 @@ def test_functions_are_replaced(function: Any) -> None:
         y = each(given := x.clone().requires_grad_(), w)
         results.append([y, *torch.autograd.grad((y * y.detach()).sum(), [given, *w.values()], allow_unused=True)])
     for ours, expected in zip(*results):
-        torch.testing.assert_close(ours, expected, **limit)  # type: ignore[arg-type]
+        torch.testing.assert_close(ours, expected, **limit)
     with torch.no_grad():
         run(torch.randn(5, 7, C), w)  # a graph with a symbolic batch size
         with torch.compiler.set_stance("fail_on_recompile"):
             for batch in (2, 3, 6):
                 x = torch.randn(batch, 7, C)
-                torch.testing.assert_close(run(x, w), function(x, w), **limit)  # type: ignore[arg-type]
+                torch.testing.assert_close(run(x, w), function(x, w), **limit)
     assert counts(reports) == [(1, 0), (1, 0)], str(reports[0])
 
 
@@ -130,7 +130,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = block(x, layer)  # type: ignore[arg-type]
+            x = block(x, layer)
         torch._dynamo.graph_break()
         return self.layer(x).mean(1)
 
@@ -178,7 +178,7 @@ def test_inductor_compiles_the_rest() -> None:
             self.weights = nn.ParameterDict(weights())
 
         def forward(self, x: Tensor) -> Tensor:
-            return block(x, self.weights)  # type: ignore[arg-type]
+            return block(x, self.weights)
 
     model, x = Model(), torch.randn(4, 7, C)
     run: Any = vit_fast.compile(model)

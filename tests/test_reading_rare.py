@@ -58,7 +58,7 @@ class Hides(Packed):
     kind = 2.0  # fused modules have an attribute of this name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (self.kind if len(x) > 1000 else 1)  # type: ignore[operator]
+        return super().forward(x) * (self.kind if len(x) > 1000 else 1)
 
 
 def test_rare_inputs_give_the_same_outputs() -> None:
@@ -161,12 +161,12 @@ def test_a_forward_that_changes_attributes_still_does() -> None:
 
 
 class TrainReturnsNone(Packed):
-    def train(self, mode: bool = True) -> None:  # type: ignore[override]  # as in LeViT of timm
+    def train(self, mode: bool = True) -> None:  # returns nothing, as in LeViT of timm
         super().train(mode)
 
 
 class NetTrainReturnsNone(Net):
-    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+    def train(self, mode: bool = True) -> None:
         super().train(mode)
 
 

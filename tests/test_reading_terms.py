@@ -30,7 +30,7 @@ class MaskBuffer(Variant):
 
     def scores(self, scores: Tensor) -> Tensor:
         n = scores.shape[-1]
-        return torch.where(self.mask[:n, :n] == 0, torch.finfo(scores.dtype).min, scores)  # type: ignore[index]
+        return torch.where(self.mask[:n, :n] == 0, torch.finfo(scores.dtype).min, scores)
 
 
 class Causal(Variant):
