@@ -75,6 +75,7 @@ def counts(reports: Any) -> list[tuple[int, int]]:
 def test_functions_are_replaced(function: Any) -> None:
     w, x = weights(), torch.randn(4, 7, C)  # as many images as heads
     run, reports = compiled(function, fullgraph=True)
+    # bf16: the original rounds scores and weights, ours does not; differences reach 0.19 in gradients of up to 60
     limit = {"rtol": 0.1, "atol": 0.2} if function in (in_autocast, in_bf16) else {"rtol": 1e-4, "atol": 1e-4}
     results = []
     for each in (run, function):
