@@ -258,6 +258,7 @@ def installed(machine: Machine) -> Iterator[Machine]:
             (torch._C, "_cuda_getCurrentRawStream", lambda index: machine.here.streams[index]),
             (torch._C, "_cuda_getDriverVersion", lambda: 13000),
             (torch._C, "_host_emptyCache", lambda: None),
+            (torch._C, "_accelerator_getAccelerator", lambda: None),  # builds with CUDA ask the driver for streams
             (torch.autograd, "has_torch_function", lambda *_: False),  # it would disable the modes in a backward
             (torch.autograd, "_engine_run_backward", backward),
             (Tensor, "backward", _backward),
