@@ -170,7 +170,8 @@ def test_a_file_is_optimized_cached_saved_and_exported(exported, images, tmp_pat
     path = tmp_path / "beside.onnx"
     copy_model(exported("beside"), path)
     found = vit_fast.optimize(path, images, budget_s=60)
-    assert {row.candidate.name for row in found.table} >= {"original", "ONNX Runtime, 1 images per call"}
+    names = [row.candidate.name for row in found.table]
+    assert "original" in names and any(name.endswith(", 1 images per call") for name in names), names
     assert all(row.ms is not None for row in found.table if row.candidate.split == 1), "opening a file takes no time"
     before = found.model(images)
     assert before.shape == (4, 10)
