@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import FunctionType
 from typing import Any
 
@@ -18,62 +19,137 @@ from ..blocks.parts import Slot
 from .capture import InDouble, UnreadableError
 
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-SAME = "the same tensor"
+TENSOR, CONSTANT = "tensor", "constant"
+Pattern = tuple[Any, ...]  # see `pattern_of`
 _OF_MODULES = set(vars(nn.Module())) | {"training", "forward"}
 
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of a forward: tokens, and constants. A tensor may be given several times, as query, key and value."""
+    """The structure of a call: arguments, output, and the number of the tensor that contains the tokens.
 
-    name: int | str  # position or name of the tokens
-    others: tuple[tuple[int | str, Any], ...]
-    place: int | None  # position of the output in a tuple of otherwise None; None if forward returns a tensor
-    length: int = 1
+    `given` describes the arguments: `(args, names of kwargs, *kwargs)`. A tensor may be given several times, e.g. as
+    query, key and value. The output contains one computed tensor, whose number is the first unused one.
+    """
+
+    given: Pattern
+    output: Pattern
+    place: int = 0  # of the tokens among the tensors
+    sizes: tuple[tuple[torch.Size, torch.dtype], ...] = ()  # shapes and dtypes of the other tensors
+    names: tuple[int | str, ...] = ()  # of the arguments that contain other tensors
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Call:
-        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}  # type: ignore[dict-item]
-        name = next((name for name, value in given.items() if isinstance(value, Tensor)), None)
-        if name is None:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[Call, list[Tensor]]:
+        """Returns a call and its tensors; the first one contains the tokens."""
+        tensors: list[Tensor] = []
+        names: list[int | str] = []  # of the argument in which each tensor appears first
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *sorted(kwargs.items())]
+        for name, value in named:
+            try:
+                pattern_of(value, tensors)
+            except UnreadableError as error:
+                raise UnreadableError(f"its forward gets more than tensors and constants (argument {name})") from error
+            names += [name] * (len(tensors) - len(names))
+        if not tensors:
             raise UnreadableError("its forward gets no tensor")
-        x = given.pop(name)
-        others = tuple((each, SAME if value is x else value) for each, value in given.items())
-        unknown = [str(each) for each, value in others if not _is_constant(value)]
-        if unknown:
-            raise UnreadableError(f"its forward gets more than tokens and constants (argument {', '.join(unknown)})")
-        if isinstance(output, Tensor):
-            return cls(name, others, None)
-        tensors = [i for i, each in enumerate(output) if each is not None] if type(output) in (tuple, list) else []
-        if len(tensors) != 1 or not isinstance(output[tensors[0]], Tensor):
-            raise UnreadableError("its forward returns more than one tensor")
-        return cls(name, others, tensors[0], len(output))
+        found = list(tensors)
+        try:
+            result = pattern_of(output, found)
+        except UnreadableError as error:
+            raise UnreadableError(f"its forward returns more than tensors and constants ({error})") from error
+        if len(found) != len(tensors) + 1:
+            number = "more than one tensor" if len(found) > len(tensors) else "no tensor of its own"
+            raise UnreadableError(f"its forward returns {number}")
+        place = next((i for i, each in enumerate(tensors) if each.shape == found[-1].shape), 0)
+        given = _given(args, kwargs, list(tensors))
+        x, _ = tensors.pop(place), names.pop(place)
+        sizes = tuple((each.shape, each.dtype) for each in tensors)
+        return cls(given, result, place, sizes, tuple(names)), [x, *tensors]
 
-    def tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the tokens of a call; None if the call differs from the captured one in anything else."""
-        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}  # type: ignore[dict-item]
-        x = given.pop(self.name, None)
-        if len(given) != len(self.others):
-            return None
-        for name, value in self.others:
-            now = given.get(name, self)
-            if not (now is x if value is SAME else type(now) is type(value) and now == value):
+    @property
+    def problem(self) -> str:
+        """Returns a message if arguments contain more than the tokens and constants, or forward returns more."""
+        if self.names:
+            names = ", ".join(map(str, dict.fromkeys(self.names)))
+            return f"its forward gets more than tokens and constants (argument {names})"
+        return ""
+
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+        """Returns tokens and other tensors of a call; None if the call has another structure."""
+        found: list[Tensor] = []
+        try:
+            if _given(args, kwargs, found) != self.given:
                 return None
-        return x
+        except UnreadableError:
+            return None
+        return [found.pop(self.place), *found]
 
-    def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        given = {name: x if value is SAME else value for name, value in self.others} | {self.name: x}
-        args = [given[i] for i in range(len(given)) if i in given]
-        with InDouble() if x.dtype == torch.float64 else nullcontext():
-            output = module(*args, **{name: value for name, value in given.items() if isinstance(name, str)})
-        if (self.place is None) is not isinstance(output, Tensor):
+    def computed(self, output: Any, tensors: Sequence[Tensor]) -> Tensor:
+        """Returns the computed tensor of an output for these tokens and other tensors."""
+        x, *others = tensors
+        found = [*others[: self.place], x, *others[self.place :]]
+        if pattern_of(output, found) != self.output:
             raise UnreadableError("the structure of its output depends on its input")
-        return output if self.place is None else output[self.place]
+        return found[-1]
 
-    def returned(self, y: Tensor) -> Any:
-        if self.place is None:
-            return y
-        return tuple(y if i == self.place else None for i in range(self.length))
+    def run(self, module: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
+        tensors = [*others[: self.place], x, *others[self.place :]]
+        args, kwargs = rebuilt(self.given, tensors)
+        with InDouble() if x.dtype == torch.float64 else nullcontext():
+            output = module(*args, **kwargs)
+        if _given(args, kwargs, list(tensors)) != self.given:
+            raise UnreadableError("its forward changes its arguments")
+        return self.computed(output, (x, *others))
+
+    def returned(self, y: Tensor, x: Tensor, *others: Tensor) -> Any:
+        """Returns the output of a call with computed tensor y."""
+        return rebuilt(self.output, [*others[: self.place], x, *others[self.place :], y])
+
+
+def pattern_of(value: Any, tensors: list[Tensor]) -> Pattern:
+    """Returns the structure of a value: (TENSOR, number), (CONSTANT, class, value) or (class, names, *patterns).
+
+    Numbers count `tensors`, to which new ones are appended. Raises UnreadableError for other objects.
+    """
+    if isinstance(value, Tensor):
+        for number, each in enumerate(tensors):
+            if each is value:
+                return TENSOR, number
+        tensors.append(value)
+        return TENSOR, len(tensors) - 1
+    cls = type(value)
+    if isinstance(value, SIMPLE):
+        return CONSTANT, cls, value
+    names: tuple[Any, ...] = ()
+    if is_dataclass(value):
+        names = tuple(field.name for field in fields(value))
+        contents = [getattr(value, name) for name in names]
+    elif cls is dict or cls is OrderedDict:
+        names, contents = tuple(value), list(value.values())
+    elif cls is tuple or cls is list or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        contents = list(value)
+    else:
+        raise UnreadableError(f"{cls.__name__} object")
+    return (cls, names, *(pattern_of(each, tensors) for each in contents))
+
+
+def rebuilt(pattern: Pattern, tensors: Sequence[Tensor]) -> Any:
+    """Undoes `pattern_of`."""
+    kind, named, *contents = pattern
+    if kind == TENSOR:
+        return tensors[named]
+    if kind == CONSTANT:
+        return contents[0]
+    values = [rebuilt(each, tensors) for each in contents]
+    if kind is tuple or kind is list:
+        return kind(values)
+    if kind is dict or kind is OrderedDict:
+        return kind(zip(named, values))
+    return kind(**dict(zip(named, values))) if named else kind(*values)
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Pattern:
+    return pattern_of((args, dict(sorted(kwargs.items()))), tensors)
 
 
 def _is_constant(value: Any) -> bool:

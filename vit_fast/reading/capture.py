@@ -28,6 +28,7 @@ CREATORS = {
     for name in ("zeros", "ones", "full", "empty")
     for prefix, suffix in (("new_", ""), ("", "_like"))
 }
+HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"}
 
 
 class UnreadableError(Exception):
@@ -136,13 +137,13 @@ class _Decomposed(TorchFunctionMode):
 
 
 class Graph(fx.Interpreter):
-    """The graph of a forward on one tensor `x`; `values` holds the value of each node."""
+    """The graph of a forward on tokens and other tensors; `values` holds the value of each node."""
 
-    def __init__(self, module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Tensor], *tensors: Tensor) -> None:
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            traced = make_fx(forward, pre_dispatch=True, _allow_non_fake_inputs=True)(x)
+            traced = make_fx(forward, pre_dispatch=True, _allow_non_fake_inputs=True)(*tensors)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
         super().__init__(traced, garbage_collect_values=False)
@@ -157,12 +158,12 @@ class Graph(fx.Interpreter):
         self.root = module
         self.slots = {node: slots[id(tensor)] for node, tensor in held.items() if id(tensor) in slots}
         with torch.no_grad():
-            self.run(x)
+            self.run(*tensors)
         self.ancestors: dict[fx.Node, set[fx.Node]] = {}
         for node in self.nodes:
             sources = [] if operator_of(node) in CREATORS else node.all_input_nodes
             self.ancestors[node] = {*sources, *(each for source in sources for each in self.ancestors[source])}
-        (self.input,) = (node for node in self.nodes if node.op == "placeholder")
+        self.input, *self.others = (node for node in self.nodes if node.op == "placeholder")
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -175,8 +176,8 @@ class Graph(fx.Interpreter):
         return depends and not isinstance(self.values.get(node), int | float)
 
     def depends(self, node: fx.Node) -> bool:
-        """Returns True if a node depends on parameters or buffers."""
-        return bool(self.slots.keys() & {node, *self.ancestors[node]})
+        """Returns True if a node depends on parameters, buffers or arguments."""
+        return bool({*self.slots, *self.others} & {node, *self.ancestors[node]})
 
     def live_inputs(self, node: fx.Node) -> list[fx.Node]:
         return [each for each in node.all_input_nodes if self.is_live(each)]
@@ -212,20 +213,20 @@ def operator_of(node: fx.Node) -> str:
     return packet.__name__.rstrip("_") if packet is not None else ""
 
 
-def capture(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Graph:
+def capture(module: nn.Module, forward: Callable[..., Tensor], *tensors: Tensor) -> Graph:
     """Captures `forward`, which calls the module; raises UnreadableError if it changes state or cannot be captured."""
     before = [tensor.clone() for part in module.modules() for tensor in tensors_in(part)]
-    given = x.clone()
+    given = [tensor.clone() for tensor in tensors]
     try:
-        graph = Graph(module, forward, x)
+        graph = Graph(module, forward, *tensors)
     except Exception as error:  # of the forward, e.g. an assertion about shapes
         raise UnreadableError(f"its forward cannot be captured: {error}") from error
     after = [tensor for part in module.modules() for tensor in tensors_in(part)]
-    if len(before) != len(after) or not all(map(torch.equal, before, after)) or not torch.equal(given, x):
+    if len(before) != len(after) or not all(map(torch.equal, (*before, *given), (*after, *tensors))):
         raise UnreadableError("its forward writes into its input or its tensors")
     held = [node for node in graph.nodes if node.op == "get_attr" and node not in graph.slots]
     if any(not operator_of(user).startswith("lift_fresh") for node in held for user in node.users):
         raise UnreadableError("its forward uses a tensor that is neither parameter, buffer nor attribute of a module")
-    if any(operator_of(node) in ("_local_scalar_dense", "item") for node in graph.nodes):
+    if any(operator_of(node) in HOST_READS for node in graph.nodes):
         raise UnreadableError("its forward reads values of tensors on the host")
     return graph

@@ -7,16 +7,16 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..blocks.block import parts_of, run_attention, run_mlp
 from ..blocks.fused import Finding, FusedModule, FusedNormMlp
 from ..blocks.parts import AttentionParts, BlockParts, Derived, MlpParts, Node, attached, origins
 from ..blocks.reading import Reader
+from .arguments import Ties, fits
 from .calls import Call, Kind, attributes_of, drop_slots, state_of, structure_of
 from .matcher import Reading
-from .proof import slots_of
+from .proof import Dtypes, slots_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Recipe:
     kind: str  # the parts, for the report
     call: Call
     shape: tuple[int | None, ...]  # of the tokens; None for sizes that the forward does not depend on
-    dtypes: tuple[torch.dtype, ...]
+    ties: Ties  # of the sizes of other tensors
+    dtypes: tuple[Dtypes, ...]
     trains: bool  # True if training mode computes the same as evaluation mode, apart from dropout
 
     def reading(self, module: nn.Module) -> Reading:
@@ -91,11 +92,10 @@ class ReadModule(FusedNormMlp):
         return self.vit_fast_recipe.uses_sdpa and super().is_idle()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x = self.vit_fast_recipe.call.tokens(args, kwargs)
-        parts = self.ready() if self._is_captured(x) else None
-        if parts is None:
+        tensors = self.vit_fast_recipe.call.tensors(args, kwargs)
+        if tensors is None or not self._is_captured(*tensors) or (parts := self.ready()) is None:
             return super().forward(*args, **kwargs)
-        recipe = self.vit_fast_recipe
+        recipe, x = self.vit_fast_recipe, tensors[0]
         reading = Reading(parts.attention, parts.mlp, recipe.layout)
         y, backend, (attention, mlp) = reading.batched(x), self.vit_fast_backend, parts.halves
         if attention is not None and mlp is not None and attention.is_pre_norm and mlp.is_pre_norm:
@@ -103,11 +103,13 @@ class ReadModule(FusedNormMlp):
         else:
             y = y if attention is None else run_attention(attention, y, backend)
             y = y if mlp is None else run_mlp(mlp, y, backend)
-        return recipe.call.returned(reading.restored(y, x))
+        return recipe.call.returned(reading.restored(y, x), *tensors)
 
-    def _is_captured(self, x: Any) -> bool:
+    def _is_captured(self, x: Tensor, *others: Tensor) -> bool:
         recipe = self.vit_fast_recipe
-        if not isinstance(x, Tensor) or x.dim() != len(recipe.shape) or x.dtype not in recipe.dtypes:
+        if x.dim() != len(recipe.shape) or (x.dtype, *(each.dtype for each in others)) not in recipe.dtypes:
+            return False
+        if others and not fits(recipe.ties, x.shape, others):
             return False
         for size, wanted in zip(x.shape, recipe.shape):
             if wanted is not None and size != wanted:

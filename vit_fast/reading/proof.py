@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from ..blocks.block import run_attention, run_mlp
 from ..blocks.parts import Derived, Slot, origins, tensor_at
-from .calls import Call, drop_slots
+from .arguments import Probe
+from .calls import drop_slots
 from .capture import Graph, UnreadableError, tokens_like
 from .matcher import Reading
 
 # Relative errors of the branches, root mean square. Modules that compute norms or softmax in fp32 differ by 1e-6.
+Dtypes = tuple[torch.dtype, ...]  # of the tokens, then of other tensors
 LIMITS = {torch.float64: 2e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
@@ -45,10 +47,13 @@ def slots_of(parts: Any) -> Iterator[Slot]:
                 yield from slots_of(getattr(parts, each.name))
 
 
-def check_complete(graph: Graph, reading: Reading) -> None:
+def check_complete(graph: Graph, reading: Reading, names: Sequence[int | str]) -> None:
     """Raises UnreadableError if the output depends on a tensor of the module that is not among the parts."""
     slots = [origin for half in (reading.attention, reading.mlp) for slot in slots_of(half) for origin in origins(slot)]
     held = {id(tensor_at(slot)) for slot in slots}
+    for node, name in zip(graph.others, names):
+        if node in graph.ancestors[graph.nodes[-1]]:
+            raise UnreadableError(f"its output depends on its argument {name}")
     for node in graph.nodes:
         if node in graph.slots and node in graph.ancestors[graph.nodes[-1]]:
             owner, name = graph.slots[node]
@@ -56,7 +61,7 @@ def check_complete(graph: Graph, reading: Reading) -> None:
                 raise UnreadableError(f"its output depends on {name!r}, which is not a part of attention or MLP")
 
 
-def prove(copied: nn.Module, call: Call, reading: Reading, shape: tuple[int, ...], magnitude: float = 1.0) -> None:
+def prove(copied: nn.Module, call: Probe, reading: Reading, shape: tuple[int, ...], magnitude: float = 1.0) -> None:
     """Raises UnreadableError if outputs or gradients differ in evaluation mode; `copied` is a random copy."""
     x = tokens_like(shape) * magnitude
     parameters = list(copied.parameters())
@@ -79,7 +84,7 @@ def prove(copied: nn.Module, call: Call, reading: Reading, shape: tuple[int, ...
             raise UnreadableError(f"its parts were read, but the {name} of module and parts differ")
 
 
-def prove_in_contexts(copied: nn.Module, call: Call, reading: Reading, x: Tensor) -> None:
+def prove_in_contexts(copied: nn.Module, call: Probe, reading: Reading, x: Tensor) -> None:
     """Raises UnreadableError if outputs differ under autocast, for other strides, or for NaN."""
     other = x.transpose(0, 1).contiguous().transpose(0, 1)
     invalid = x.clone()
@@ -103,7 +108,7 @@ def prove_in_contexts(copied: nn.Module, call: Call, reading: Reading, x: Tensor
             raise UnreadableError(f"its parts were read, but the outputs {name} of module and parts differ")
 
 
-def prove_other_weights(copied: nn.Module, call: Call, reading: Reading, x: Tensor) -> None:
+def prove_other_weights(copied: nn.Module, call: Probe, reading: Reading, x: Tensor) -> None:
     """Raises UnreadableError if outputs differ for large or negative weights, e.g. because of a clamp."""
     held = [(each, each.clone()) for each in copied.parameters() if each.is_floating_point()]
     with torch.no_grad():
@@ -122,23 +127,25 @@ def _is_near(a: Tensor, b: Tensor, limit: float) -> bool:
     return a.shape == b.shape and bool((a - b).norm() <= limit * b.norm() + 1e-8)
 
 
-def proved_dtypes(copied: nn.Module, call: Call, reading: Reading, shape: tuple[int, ...]) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes in which module and parts agree; changes the dtype of `copied`."""
+def proved_dtypes(copied: nn.Module, call: Probe, reading: Reading, shape: tuple[int, ...]) -> tuple[Dtypes, ...]:
+    """Returns the dtypes of the tensors for which module and parts agree; changes the dtype of `copied`."""
     found = []
     for dtype, limit in LIMITS.items():
         copied._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # noqa: B023
         x = tokens_like(shape).to(dtype)
         base = reading.base(x)
-        try:
-            y, expected = run_reading(reading, x, "eager"), call.run(copied, x)
-        except (RuntimeError, TypeError):
-            continue
-        if y.dtype is expected.dtype is dtype and _is_near(y - base, expected - base, limit):
-            found.append(dtype)
+        for of_others in dict.fromkeys((None, torch.float32)) if call.tensors else (None,):
+            probe = replace(call, dtype=of_others)
+            try:
+                y, expected = run_reading(reading, x, "eager"), probe.run(copied, x)
+            except (RuntimeError, TypeError, UnreadableError):
+                continue
+            if y.dtype is expected.dtype is dtype and _is_near(y - base, expected - base, limit):
+                found.append((dtype, *probe.dtypes(dtype)))
     return tuple(found)
 
 
-def is_same_in_training(copied: nn.Module, call: Call, reading: Reading, x: Tensor) -> bool:
+def is_same_in_training(copied: nn.Module, call: Probe, reading: Reading, x: Tensor) -> bool:
     """Returns True if training mode with inactive dropout computes the same as evaluation mode."""
     with _training(copied), torch.no_grad():
         try:
@@ -165,7 +172,7 @@ def _training(copied: nn.Module) -> Iterator[None]:
             setattr(owner, name, rate)
 
 
-def with_drop_paths(copied: nn.Module, call: Call, reading: Reading, x: Tensor) -> Reading:
+def with_drop_paths(copied: nn.Module, call: Probe, reading: Reading, x: Tensor) -> Reading:
     """Adds the drop paths of the halves: where a module multiplied by 0 removes a half, it is the half's drop path."""
     halves = {name: half for name in ("attention", "mlp") if (half := getattr(reading, name)) is not None}
     if reading.layout == "[N, B, C]" or any(half.residual == "none" for half in halves.values()):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..blocks.parts import Derived, detached
 from ..blocks.plain import touch_reasons
+from .arguments import Probe, Ties, ties_of
 from .calls import Call, attributes_of, state_of, structure_of
 from .capture import Graph, UnreadableError, capture, free_dimensions, random_copy, tokens_like
 from .forms import Recipe, hidden_name
@@ -35,7 +38,7 @@ SMALL = (2, 7)  # batch size and number of tokens of a capture, if the forward s
 EXAMPLE_LIMITS = {torch.float32: 1e-3, torch.float64: 1e-5}
 
 
-def read(module: nn.Module, x: Tensor, call: Call | None = None) -> Recipe:
+def read(module: nn.Module, x: Tensor, call: Call | None = None, others: Sequence[Tensor] = ()) -> Recipe:
     """Reads a module that maps tokens to tokens, [B, N, C], [N, B, C] or [B, H, W, C], and proves what it read.
 
     `recipe.reading(module)` returns `AttentionParts` and `MlpParts`, also for other modules of equal structure.
@@ -43,11 +46,12 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None) -> Recipe:
     Args:
         module: A block, a half of a block, an attention layer, or an MLP with a norm. It stays unchanged.
         x: Tokens as the module gets them. Only the shape is used.
-        call: The other arguments and the output; by default, forward gets and returns one tensor.
+        call: The structure of arguments and output; by default, forward gets and returns one tensor.
+        others: The other tensors that the module gets.
     Raises:
         UnreadableError: states in terms of the computation why the module cannot be read.
     """
-    call = call or Call(0, (), None)
+    call = call or Call.of((x,), {}, x.clone())[0]
     if x.dim() not in (3, 4):
         raise UnreadableError(f"its tokens must have three or four dimensions, got shape {tuple(x.shape)}")
     if reasons := touch_reasons([(name or "it", part) for name, part in module.named_modules()]):
@@ -56,15 +60,12 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None) -> Recipe:
         raise UnreadableError(f"its attribute {name!r} has the name of an attribute of fused modules: rename it")
     copied = random_copy(module)
 
-    def forward(x: Tensor) -> Tensor:
-        return call.run(copied, x)
-
     def attributes() -> list[tuple[Any, str, object]]:
         return [row for part in copied.modules() for row in attributes_of(part)]
 
-    def captured(shape: tuple[int, ...]) -> tuple[Graph, Reading]:
-        before = attributes()
-        graph = capture(copied, forward, tokens_like(shape))
+    def captured(shape: tuple[int, ...], probe: Probe) -> tuple[Graph, Reading]:
+        before, tokens = attributes(), tokens_like(shape)
+        graph = capture(copied, functools.partial(call.run, copied), tokens, *probe.others(tokens))
         try:
             is_same = before == attributes()
         except (RuntimeError, ValueError):  # of other tensors or arrays
@@ -73,28 +74,41 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None) -> Recipe:
             raise UnreadableError("its forward changes attributes")
         with torch.no_grad():
             reading = read_graph(graph, copied)
-        check_complete(graph, reading)
+        check_complete(graph, reading, call.names)
         return graph, reading
 
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        probe, shape = _small(x), tuple(x.shape)
+    def attempt(ties: Ties) -> Recipe:
+        probe, small, shape = Probe(call, others, ties), _small(x), tuple(x.shape)
         try:
-            graph, reading = captured(probe)
+            graph, reading = captured(small, probe)
             slots = slots_of((reading.attention, reading.mlp))
             fixed = graph.makes_constants() or any(isinstance(owner, Derived) for owner, _ in slots)
         except UnreadableError:
-            _, reading = captured(shape)
-            probe, fixed = shape, True
-        free = free_dimensions(forward, shape)
+            _, reading = captured(shape, probe)
+            small, fixed = shape, True
+        free = free_dimensions(functools.partial(probe.run, copied), shape)
         if (
             fixed or len(free) < len(shape) - 1
-        ) and probe != shape:  # the reading is valid for this number of tokens only
-            _, reading = captured(shape)
-            probe = shape
+        ) and small != shape:  # the reading is valid for this number of tokens only
+            _, reading = captured(shape, probe)
+            small = shape
         batch = 1 if reading.layout == "[N, B, C]" else 0
         free = free & {batch} if fixed else free
         allowed = tuple(None if i in free else size for i, size in enumerate(shape))
-        return _proved(copied, call, reading, probe, tuple(x.shape), allowed)
+        return _proved(copied, probe, reading, small, shape, allowed)
+
+    tried = ties_of(x.shape, others)
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            return attempt(tried[0])
+        except (UnreadableError, RuntimeError):
+            if len(tried) == 1:
+                raise
+        fixed = attempt(tried[-1])
+        for ties in tried[1:-1]:
+            with contextlib.suppress(UnreadableError, RuntimeError):
+                return attempt(ties)
+        return fixed
 
 
 def _small(x: Tensor) -> tuple[int, ...]:
@@ -103,7 +117,7 @@ def _small(x: Tensor) -> tuple[int, ...]:
 
 
 def _proved(
-    copied: nn.Module, call: Call, reading: Reading, probe: tuple[int, ...], shape: tuple[int, ...],
+    copied: nn.Module, call: Probe, reading: Reading, probe: tuple[int, ...], shape: tuple[int, ...],
     allowed: tuple[int | None, ...],
 ) -> Recipe:  # fmt: skip
     prove(copied, call, reading, probe)
@@ -123,7 +137,9 @@ def _proved(
     attention, mlp = detached(copied, reading.attention), detached(copied, reading.mlp)
     with torch.no_grad():
         dtypes = proved_dtypes(copied, call, reading, probe)
-    return Recipe(attention, mlp, reading.layout, reading.uses_sdpa, reading.kind, call, allowed, dtypes, trains)
+    return Recipe(
+        attention, mlp, reading.layout, reading.uses_sdpa, reading.kind, call.call, allowed, call.ties, dtypes, trains
+    )
 
 
 @dataclass
@@ -132,8 +148,12 @@ class Record:
 
     call: Call | None
     problem: str  # why there is no `call`
-    x: Tensor | None = None
+    tensors: Sequence[Tensor] = ()  # the tokens, then other tensors
     y: Any = None
+
+    @property
+    def x(self) -> Tensor | None:
+        return self.tensors[0] if self.tensors else None
 
     def equals(self, other: Record) -> bool:
         """Returns True if tokens and output are equal."""
@@ -161,6 +181,7 @@ class _Recorder(TorchDispatchMode):
         self.stack: list[nn.Module] = []  # modules whose forward runs
         self.weights: list[nn.Module] = []  # the same when a softmax was computed, until the next product
         self.records: dict[nn.Module, Record] = {}
+        self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.found, self.model = found, model
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -186,15 +207,22 @@ class _Recorder(TorchDispatchMode):
         if module in self.records:
             return
         try:
-            call = Call.of(args, kwargs, output)
+            call, tensors = Call.of(args, kwargs, output)
         except UnreadableError as error:
             self.records[module] = Record(None, str(error))
             return
-        x = call.tokens(args, kwargs)
-        y = output if call.place is None else output[call.place]
-        self.records[module] = Record(call, "")
-        if isinstance(y, Tensor) and y.shape == x.shape and x.dim() in (3, 4) and x.is_floating_point():
-            self.records[module] = Record(call, "", x.detach().clone(), y.detach().clone())
+        x, y = tensors[0], call.computed(output, tensors)
+        self.records[module] = Record(call, call.problem)
+        if y.shape == x.shape and x.dim() in (3, 4) and x.is_floating_point():
+            copies = [self._copy(each) for each in (*tensors, y)]
+            self.records[module] = Record(call, call.problem, copies[:-1], copies[-1])
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """Returns a copy, which several records of an unchanged tensor share."""
+        key = id(tensor), tensor._version
+        if key not in self.copies:
+            self.copies[key] = tensor, tensor.detach().clone()
+        return self.copies[key][1]
 
 
 def read_model(model: nn.Module, example: Any, is_known: Callable[[nn.Module], bool]) -> Found:
@@ -275,19 +303,20 @@ def _read_once(
         return UnreadableError(record.problem or "it does not map tokens to tokens of the same shape")
     structure, state = structure_of(module), state_of(module)
     key = (structure, record.call, record.x.shape)
+    x, *others = record.tensors
     try:
         for before, result in known.get(key, []):
             if before == state:
                 break
             if isinstance(result, Recipe):  # e.g. another index of the layer
                 try:
-                    result = _rebound(module, result, record.x)
+                    result = _rebound(module, result, x, others)
                     break
                 except UnreadableError:
                     continue
         else:
             try:
-                result = read(module, record.x, record.call)
+                result = read(module, x, record.call, others)
             except UnreadableError as error:
                 result = error
         known.setdefault(key, []).append((state, result))
@@ -300,12 +329,12 @@ def _read_once(
         return UnreadableError(f"its forward fails on other inputs than the example: {error}")
 
 
-def _rebound(module: nn.Module, recipe: Recipe, x: Tensor) -> Recipe:
+def _rebound(module: nn.Module, recipe: Recipe, x: Tensor, others: Sequence[Tensor]) -> Recipe:
     """Proves a recipe for a module with equal structure, but other attributes."""
     copied = random_copy(module)
     shape = tuple(x.shape)
     probe = shape if any(recipe.shape[:-1]) else _small(x)
-    return _proved(copied, recipe.call, recipe.reading(copied), probe, shape, recipe.shape)
+    return _proved(copied, Probe(recipe.call, others, recipe.ties), recipe.reading(copied), probe, shape, recipe.shape)
 
 
 def _check_example(module: nn.Module, recipe: Recipe, record: Record) -> None:

@@ -1,0 +1,109 @@
+"""Tensors that a forward gets beside the tokens: their sizes, and random tensors of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .calls import Call
+
+# Size of a dimension: a number, or an axis of the tokens, and how much smaller than this axis it is
+Tie = int | tuple[int, int]
+Ties = tuple[tuple[Tie, ...], ...]  # of each tensor
+PREFIX = 16  # most leading tokens that a tensor may leave out, e.g. class token and registers
+
+
+def ties_of(shape: Sequence[int], tensors: Sequence[Tensor]) -> list[Ties]:
+    """Returns assumptions about the sizes of tensors for tokens of a shape; the last one is that they never change."""
+
+    def tie(size: int, is_last: bool, axes: Sequence[int], prefix: int) -> Tie:
+        same = (axis for axis in axes if shape[axis] == size > 1)
+        less = (axis for axis in axes if not is_last and size > 1 and 0 < shape[axis] - size <= prefix)
+        axis = next(same, next(less, None))
+        return size if axis is None else (axis, shape[axis] - size)
+
+    axes = (0, 1) if len(shape) == 3 else (0,)
+    found: list[Ties] = []
+    for used, of_last, prefix in (
+        (axes, True, PREFIX),
+        (axes, False, PREFIX),
+        ((0,), True, 0),
+        ((1,), True, 0),
+        ((), True, 0),
+    ):
+        last = [None if of_last else each.dim() - 1 for each in tensors]
+        found.append(
+            tuple(
+                tuple(
+                    size if i == end else tie(size, i == each.dim() - 1, used, prefix)
+                    for i, size in enumerate(each.shape)
+                )
+                for each, end in zip(tensors, last)
+            )
+        )
+    return list(dict.fromkeys(found))
+
+
+def sizes_for(ties: Ties, shape: Sequence[int]) -> list[list[int]]:
+    """Returns the shapes of the tensors for tokens of a shape."""
+    return [[size if isinstance(size, int) else shape[size[0]] - size[1] for size in each] for each in ties]
+
+
+def fits(ties: Ties, shape: Sequence[int], tensors: Sequence[Tensor]) -> bool:
+    for sizes, tensor in zip(ties, tensors):
+        if tensor.dim() != len(sizes):
+            return False
+        for size, tied in zip(tensor.shape, sizes):
+            if size != (tied if isinstance(tied, int) else shape[tied[0]] - tied[1]):
+                return False
+    return True
+
+
+def random_like(tensors: Sequence[Tensor], ties: Ties, shape: Sequence[int], seed: int = 3) -> list[Tensor]:
+    """Returns tensors in fp64 for tokens of a shape: random numbers and values of the tensors of the example."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for tensor, sizes in zip(tensors, sizes_for(ties, shape)):
+        if not all(type(size) is int for size in sizes):
+            found.append(torch.zeros(sizes, dtype=tensor.dtype))
+            continue
+        values = tensor.detach().cpu().flatten()
+        picked = values[torch.randint(max(len(values), 1), sizes, generator=generator)] if len(values) else values
+        if tensor.dtype == torch.bool and picked.numel() > 1:
+            picked = torch.rand(sizes, generator=generator) > 0.4
+            picked[..., 0], picked[..., -1] = True, False
+        elif tensor.is_floating_point() or tensor.is_complex():
+            dtype = torch.complex128 if tensor.is_complex() else torch.float64
+            random = torch.randn(sizes, generator=generator, dtype=dtype)
+            mixed = torch.where(torch.rand(sizes, generator=generator) < 0.5, random, picked.to(dtype))
+            mixed[..., :1] = random[..., :1]  # a row of a mask is not -inf everywhere
+            picked = mixed
+        found.append(picked.reshape(sizes))
+    return found
+
+
+@dataclass
+class Probe:
+    """A call whose other tensors are random, with sizes that follow the tokens."""
+
+    call: Call
+    tensors: Sequence[Tensor] = ()  # of the example
+    ties: Ties = ()
+    dtype: torch.dtype | None = None  # of floating-point tensors; None means that of the tokens
+
+    def others(self, x: Tensor) -> list[Tensor]:
+        found = random_like(self.tensors, self.ties, x.shape)
+        return [each.to(dtype) for each, dtype in zip(found, self.dtypes(x.dtype))]
+
+    def dtypes(self, of_tokens: torch.dtype) -> list[torch.dtype]:
+        of_complex = torch.complex128 if of_tokens == torch.float64 else torch.complex64
+        return [
+            (self.dtype or of_tokens) if each.is_floating_point() else of_complex if each.is_complex() else each.dtype
+            for each in self.tensors
+        ]
+
+    def run(self, module: nn.Module, x: Tensor) -> Tensor:
+        return self.call.run(module, x, *self.others(x))
