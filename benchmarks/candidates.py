@@ -1,7 +1,7 @@
 """Candidates of the benchmark: names, defaults, and the functions that build them.
 
-All candidates of a group (see models.Group) have the same weights. To add a candidate, add it to `_all`. A compile mode
-may follow the name: `timm+compile`, `timm+compile:max-autotune`.
+All candidates of a group (see models.Group) have the same weights. To add a candidate, add it to `_own`, `_others`
+or `_files`. A compile mode may follow the name: `timm+compile`, `timm+compile:max-autotune`.
 """
 
 from __future__ import annotations
@@ -264,75 +264,80 @@ def _build_torchao(candidate: Candidate, group: Group) -> nn.Module:
     return model
 
 
-def _all() -> Iterator[Candidate]:
-    on_eager, on_sdpa, on_triton = ({"attention": name, "mlp": name} for name in ("eager", "sdpa", "triton"))
-    inference = {"trainable": False}
-    lossy = inference | {"tolerance": LOSSY_TOLERANCE}
-    file = inference | {"compilable": False}
-    onnx: dict[str, Any] = file | {"engine": "onnxruntime", "packages": ORT, "peer": True}
+_ON_EAGER, _ON_SDPA, _ON_TRITON = ({"attention": name, "mlp": name} for name in ("eager", "sdpa", "triton"))
+_INFERENCE = {"trainable": False}
+_LOSSY = _INFERENCE | {"tolerance": LOSSY_TOLERANCE}
+_FILE = _INFERENCE | {"compilable": False}
 
-    def named(base: str, summary: str, builder: Builder, **fields: Any) -> Candidate:
-        return Candidate(base=base, summary=summary, builder=builder, **fields)
 
-    def fused(base: str, what: str, builder: Builder, **fields: Any) -> Iterator[Candidate]:
-        builder = partial(_build_fused, builder, fields["fullgraph"])
-        yield named(f"{base}+fused", f"{what} after vit_fast.fuse", builder, **fields)
-        frozen = partial(_build_changed, builder, Candidate(frozen=True))
-        summary = f"{what} after vit_fast.fuse and vit_fast.freeze"
-        yield named(f"{base}+fused+frozen", summary, frozen, **fields, **inference)
+def _named(base: str, summary: str, builder: Builder, **fields: Any) -> Candidate:
+    return Candidate(base=base, summary=summary, builder=builder, **fields)
 
-    yield named("eager", "vit-fast's model in plain PyTorch: the reference", build, **on_eager, fullgraph=True)
-    yield named("sdpa", "vit-fast's model with torch's scaled_dot_product_attention", build, **on_sdpa, fullgraph=True)
-    yield named("triton", "vit-fast's model with the Triton kernels", build, **on_triton, fullgraph=True)
+
+def _fused(base: str, what: str, builder: Builder, **fields: Any) -> Iterator[Candidate]:
+    builder = partial(_build_fused, builder, fields["fullgraph"])
+    yield _named(f"{base}+fused", f"{what} after vit_fast.fuse", builder, **fields)
+    frozen = partial(_build_changed, builder, Candidate(frozen=True))
+    summary = f"{what} after vit_fast.fuse and vit_fast.freeze"
+    yield _named(f"{base}+fused+frozen", summary, frozen, **fields, **_INFERENCE)
+
+
+def _own() -> Iterator[Candidate]:
+    """Yields vit-fast's model on each backend, and cached results of optimize."""
+    yield _named("eager", "vit-fast's model in plain PyTorch: the reference", build, **_ON_EAGER, fullgraph=True)
+    yield _named("sdpa", "vit-fast's model with scaled_dot_product_attention", build, **_ON_SDPA, fullgraph=True)
+    yield _named("triton", "vit-fast's model with the Triton kernels", build, **_ON_TRITON, fullgraph=True)
     frozen, graphs, e4m3 = (
         partial(_build_changed, build, changes)
         for changes in (Candidate(frozen=True), Candidate(graphs=True), Candidate(precision="fp8"))
     )
-    yield named("triton-frozen", "triton with frozen weights", frozen, **on_triton, **inference)
-    yield named("triton-graphs", "triton-frozen in a CUDA graph", graphs, **on_triton, **file)
+    yield _named("triton-frozen", "triton with frozen weights", frozen, **_ON_TRITON, **_INFERENCE)
+    yield _named("triton-graphs", "triton-frozen in a CUDA graph", graphs, **_ON_TRITON, **_FILE)
     summary = "triton with linear layers in calibrated FP8 (e4m3)"
-    yield named("triton-fp8", summary, e4m3, **on_triton, **lossy, precision="fp8")
+    yield _named("triton-fp8", summary, e4m3, **_ON_TRITON, **_LOSSY, precision="fp8")
     for kernel in ("flash", "cudnn", "efficient"):
         only = partial(sdpa_kernel, getattr(SDPBackend, f"{kernel.upper()}_ATTENTION"))
         summary = f"sdpa restricted to the {kernel} kernel"
-        yield named(f"sdpa-{kernel}", summary, build, **on_sdpa, fullgraph=True, context=only)
+        yield _named(f"sdpa-{kernel}", summary, build, **_ON_SDPA, fullgraph=True, context=only)
+    summary = "cached result of vit_fast.optimize"
+    yield _named("optimized", f"{summary}, lossless", _build_optimized, **_FILE)
+    for precision in PRECISIONS:
+        fields = _FILE | _LOSSY | {"precision": precision}
+        yield _named(f"optimized-{precision}", f"{summary} in {precision}", _build_optimized, **fields)
 
+
+def _others() -> Iterator[Candidate]:
+    """Yields models of libraries and of the user, and operators of other packages."""
     for library in PEERS:
         peer, needs = partial(_build_peer, library), (library.NAME,)
-        yield named(library.NAME, library.PEER, peer, packages=needs, peer=True)
-        yield from fused(library.NAME, f"the model of {library.NAME}", peer, packages=needs, fullgraph=True)
-    yield named("given", "your model", _build_given, peer=True)
-    yield from fused("given", "your model", _build_given, fullgraph=False)
-
-    summary = "cached result of vit_fast.optimize"
-    yield named("optimized", f"{summary}, lossless", _build_optimized, **file)
-    for precision in PRECISIONS:
-        fields = file | lossy | {"precision": precision}
-        yield named(f"optimized-{precision}", f"{summary} in {precision}", _build_optimized, **fields)
-
-    yield named("onnxruntime", "the model exported to ONNX, in ONNX Runtime", _build_file, **onnx)
-    calibrated = onnx | lossy | {"precision": "int8", "peer": False}
-    yield named("onnxruntime-int8", "onnxruntime, vit-fast's int8 calibrated on an image", _build_file, **calibrated)
-    builder, summary = (
-        partial(_build_file, quantizer=_quantize_dynamically),
-        "onnxruntime, int8 by its quantize_dynamic",
-    )
-    yield named("onnxruntime-int8-dynamic", summary, builder, **calibrated | {"peer": True})
-    yield named("tensorrt", "onnxruntime with the TensorRT provider", _build_file, **onnx | {"engine": "tensorrt"})
-    openvino = onnx | {"engine": "openvino", "packages": (*ORT[:2], "openvino")}
-    yield named("openvino", "the model exported to ONNX, in OpenVINO on a CPU", _build_file, **openvino)
-
-    ao = lossy | {"packages": ("torchao",), "peer": True}
+        yield _named(library.NAME, library.PEER, peer, packages=needs, peer=True)
+        yield from _fused(library.NAME, f"the model of {library.NAME}", peer, packages=needs, fullgraph=True)
+    yield _named("given", "your model", _build_given, peer=True)
+    yield from _fused("given", "your model", _build_given, fullgraph=False)
+    ao = _LOSSY | {"packages": ("torchao",), "peer": True}
     summary = "sdpa with torchao's int8 weights and dynamic activation quantization"
-    yield named("torchao-int8", summary, _build_torchao, **ao, precision="int8")
+    yield _named("torchao-int8", summary, _build_torchao, **ao, precision="int8")
     summary = "sdpa with torchao's float8 weights and dynamic activation quantization, per row"
-    yield named("torchao-fp8", summary, _build_torchao, **ao, precision="fp8")
+    yield _named("torchao-fp8", summary, _build_torchao, **ao, precision="fp8")
     for base, summary, packages in (
         ("flex", "FlexAttention, compiled", ()),
         ("flash-attn", "attention of flash-attn", ("flash_attn",)),
         ("cublaslt", "MLP in PyTorch with cuBLASLt's GELU epilogue", ()),
     ):
-        yield named(base, summary, build, packages=packages, peer=True, compilable=False)
+        yield _named(base, summary, build, packages=packages, peer=True, compilable=False)
 
 
-CANDIDATES: dict[str, Candidate] = {candidate.base: candidate for candidate in _all()}
+def _files() -> Iterator[Candidate]:
+    """Yields the export of a model in each runtime."""
+    onnx: dict[str, Any] = _FILE | {"engine": "onnxruntime", "packages": ORT, "peer": True}
+    yield _named("onnxruntime", "the model exported to ONNX, in ONNX Runtime", _build_file, **onnx)
+    calibrated = onnx | _LOSSY | {"precision": "int8", "peer": False}
+    yield _named("onnxruntime-int8", "onnxruntime, vit-fast's int8 calibrated on an image", _build_file, **calibrated)
+    builder, peer = partial(_build_file, quantizer=_quantize_dynamically), calibrated | {"peer": True}
+    yield _named("onnxruntime-int8-dynamic", "onnxruntime, int8 by its quantize_dynamic", builder, **peer)
+    yield _named("tensorrt", "onnxruntime with the TensorRT provider", _build_file, **onnx | {"engine": "tensorrt"})
+    openvino = onnx | {"engine": "openvino", "packages": (*ORT[:2], "openvino")}
+    yield _named("openvino", "the model exported to ONNX, in OpenVINO on a CPU", _build_file, **openvino)
+
+
+CANDIDATES: dict[str, Candidate] = {candidate.base: candidate for candidate in (*_own(), *_others(), *_files())}

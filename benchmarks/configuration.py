@@ -143,19 +143,8 @@ def make_configuration(
         names = ("fp32", "bf16") if matmul_slowdown(torch.bfloat16) < 1 else names
     if data != "device" and (data != "host" or kind == "cpu" or any(model.data is None for model in found)):
         raise ValueError(f"--data must be device (host needs a GPU and models that take images), got {data} on {where}")
-    # the least memory: two batches of inputs (rotating_batches), the residual stream and one hidden layer
-    widths = [m.config.seqlen * (m.config.embed_dim + m.config.hidden_dim) if m.config else 0 for m in found]
-    numbers = max(2 * math.prod(m.shape) + width for m, width in zip(found, widths))
-    per_image, available = numbers * min(DTYPES[name].itemsize for name in names), memory_bytes(where)
-    if batch_sizes != "best" and available is not None and max(sizes) * per_image > available:
-        most = available // per_image
-        rule = (
-            f"the batch size must be at most {most:,}, got {max(sizes)}" if most else "one image must fit into memory"
-        )
-        raise ValueError(
-            f"{rule}: batch size {max(sizes)} needs at least "
-            f"{max(sizes) * per_image / 2**30:,.0f} GiB, but {where} has {available / 2**30:,.0f} GiB"
-        )
+    if batch_sizes != "best":
+        _check_memory(found, max(sizes), min(DTYPES[name].itemsize for name in names), where)
     protocol = protocol or (LATENCY if latency else PROTOCOLS[kind])
     if seconds is not None:
         protocol = dataclasses.replace(protocol, repeats=sys.maxsize, seconds=seconds)
@@ -165,6 +154,21 @@ def make_configuration(
         tuple(image_files), time_budget_s or math.inf, protocol,
         request=request | {"images": [str(Path(image).absolute()) for image in images], "device": str(where)},
     )  # fmt: skip
+
+
+def _check_memory(models: Sequence[Model], batch_size: int, itemsize: int, device: torch.device) -> None:
+    """Checks the least memory: two batches of inputs (rotating_batches), the residual stream and one hidden layer."""
+    widths = [m.config.seqlen * (m.config.embed_dim + m.config.hidden_dim) if m.config else 0 for m in models]
+    per_image = itemsize * max(2 * math.prod(m.shape) + width for m, width in zip(models, widths))
+    available = memory_bytes(device)
+    if available is None or batch_size * per_image <= available:
+        return
+    most = available // per_image
+    rule = f"the batch size must be at most {most:,}, got {batch_size}" if most else "one image must fit into memory"
+    raise ValueError(
+        f"{rule}: batch size {batch_size} needs at least {batch_size * per_image / 2**30:,.0f} GiB, "
+        f"but {device} has {available / 2**30:,.0f} GiB"
+    )
 
 
 def _some(what: str, values: Sequence[Any]) -> tuple[Any, ...]:

@@ -10,11 +10,14 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..cli import PLAIN, AsJson, Device, argument, integers, option, split_words, table, wide_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def bench(
@@ -58,7 +61,6 @@ def bench(
     from rich.markup import escape
 
     from ..benchmarks import report as texts
-    from ..benchmarks.candidates import CANDIDATES, COMPILE_MODES
     from ..benchmarks.configuration import make_configuration
     from ..benchmarks.records import RECORD_NAME, Journal, check_folder, to_json
     from ..benchmarks.runner import header_of, reopen, run
@@ -66,13 +68,7 @@ def bench(
 
     console = wide_console(stderr=as_json)
     if list_candidates:
-        listed = table("candidates", ("candidate", "description", "installed", "torch.compile"), texts=4)
-        for name, candidate in CANDIDATES.items():
-            packages = " ".join(candidate.missing_packages())
-            installed = f"no (pip install {packages})" if packages else "yes"
-            listed.add_row(name, candidate.summary, installed, "yes" if candidate.compilable else "no")
-        console.print(listed)
-        console.print(f"Append +compile to a name, or +compile:MODE, where MODE is one of {', '.join(COMPILE_MODES)}.")
+        _list_candidates(console)
         return
     if out is not None:
         check_folder(out)
@@ -105,12 +101,7 @@ def bench(
         if record["gpu_failed"]:  # continues in a new process
             command = [sys.executable, "-c", "from vit_fast.cli import main; main()", "bench", "--resume"]
             os.execv(sys.executable, [*command, str(journal.folder), *(["--json"] if as_json else [])])
-        for line in (texts.heading(record), texts.ceilings_line(record), *texts.remarks(record)):
-            console.print(line, **PLAIN)
-        for made in texts.tables(record, console.width):
-            console.print(table(made.caption, made.titles, made.rows))
-        for line in texts.not_measured(record):
-            console.print(line, **PLAIN)
+        _print_results(console, record)
         files = {
             RECORD_NAME: to_json(record), "table.md": texts.markdown(record).encode(), "plot.png": texts.draw(record),
             "report.html": texts.render({journal.folder.name: record}).encode(),
@@ -125,6 +116,29 @@ def bench(
         raise typer.Exit(130)
     if any(row["status"] in ("incorrect", "failed") for row in record["rows"]):
         raise typer.Exit(1)
+
+
+def _list_candidates(console: Console) -> None:
+    from ..benchmarks.candidates import CANDIDATES, COMPILE_MODES
+
+    listed = table("candidates", ("candidate", "description", "installed", "torch.compile"), texts=4)
+    for name, candidate in CANDIDATES.items():
+        packages = " ".join(candidate.missing_packages())
+        installed = f"no (pip install {packages})" if packages else "yes"
+        listed.add_row(name, candidate.summary, installed, "yes" if candidate.compilable else "no")
+    console.print(listed)
+    console.print(f"Append +compile to a name, or +compile:MODE, where MODE is one of {', '.join(COMPILE_MODES)}.")
+
+
+def _print_results(console: Console, record: dict[str, Any]) -> None:
+    from ..benchmarks import report as texts
+
+    for line in (texts.heading(record), texts.ceilings_line(record), *texts.remarks(record)):
+        console.print(line, **PLAIN)
+    for made in texts.tables(record, console.width):
+        console.print(table(made.caption, made.titles, made.rows))
+    for line in texts.not_measured(record):
+        console.print(line, **PLAIN)
 
 
 def compare(

@@ -17,6 +17,7 @@ from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
 
 if TYPE_CHECKING:
     from ..kernels.linear.folding import NormedLinear
+    from ..kernels.linear.scaled_weights import ScaledWeight
 
 
 class BlockSettings(NamedTuple):
@@ -133,12 +134,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     t, qk, *_ = tensors_of(tensors[len(names) :], s)
     linears = {name: layer.contiguous() for name, layer in normed_linears(t, s.norm, s.inner_norm).items()}
     inner = linears.get("fc2")  # None without a norm before fc2
-    weights: dict[str, tuple[Tensor, Tensor | None]] = {}
-    if t.qkv_weight is not None:
-        weights = {"proj": (t.proj_weight.contiguous(), t.scale1), "qkv": (linears["qkv"].weight, None)}
-    if t.fc1_weight is not None and inner is None:
-        weights["fc2"] = t.fc2_weight.contiguous(), t.scale2
-    scaled = dict(zip(weights, scaled_weights.scaled_weights(list(weights.values()), s.dtype)))
+    scaled = _scaled_weights(t, linears, s.dtype)
     stream, narrow, norm_sums, along = as_matrix(grad_output), None, None, None
     sums: dict[str, Tensor] = {}
     gradients: dict[str, Any] = {}
@@ -186,6 +182,18 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     parts = dict(zip(pairs, weight_matmuls.weight_matmuls(*pairs.values())))
     gradients |= _parameter_gradients(t, linears, sums, parts, pairs) | norm_gradients(norm_sums, qk)
     return [stream.view(grad_output.shape), *(gradients[name] for name in gradient_names(s) if name)]
+
+
+def _scaled_weights(t: BlockTensors, linears: dict[str, NormedLinear], dtype: torch.dtype) -> dict[str, ScaledWeight]:
+    """Returns the weights that gradients are multiplied by, times LayerScale; not fc2 if it follows a norm."""
+    from ..kernels.linear.scaled_weights import scaled_weights
+
+    weights: dict[str, tuple[Tensor, Tensor | None]] = {}
+    if t.qkv_weight is not None:
+        weights = {"proj": (t.proj_weight.contiguous(), t.scale1), "qkv": (linears["qkv"].weight, None)}
+    if t.fc1_weight is not None and "fc2" not in linears:
+        weights["fc2"] = t.fc2_weight.contiguous(), t.scale2
+    return dict(zip(weights, scaled_weights(list(weights.values()), dtype)))
 
 
 def _parameter_gradients(

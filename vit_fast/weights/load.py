@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -275,20 +275,7 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
             was = "missing in the source" if there is None else f"{_shape(there)} in the source"
             report.replaced.append(f"{name}: {was}, the model keeps its {_shape(wanted.pop(name))}")
             tensors.pop(name, None)
-
-    missing = [name for name in wanted if name not in tensors]
-    unexpected = [origin for name in tensors if name not in wanted for origin in origins[name]]
-    problems += [f"missing: {', '.join(missing)}"] if missing else []
-    problems += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
-    for name, own in ((name, wanted[name]) for name in wanted if name in tensors):
-        if (there := tensors[name]).shape != own.shape:
-            problems.append(f"shape of {name}: {_shape(there)} in the source, {_shape(own)} in the model")
-        elif there.is_floating_point() != own.is_floating_point():
-            problems.append(f"dtype of {name}: {there.dtype} in the source, {own.dtype} in the model")
-    if head_problem and any(name.startswith(_HEADS) for name in tensors):
-        problems.append(f"head: {head_problem}")
-    if any(name.startswith(_HEADS) for name in missing) or any("shape of head" in problem for problem in problems):
-        problems.append("to load all but the head, use create_model(num_classes=N) or load_weights(replace_head=True)")
+    problems += _differences(tensors, wanted, origins, head_problem)
     if problems and report.selection():
         problems += [*report.selection(), f"found: {contents(source.found)}"]
     elif undecided:
@@ -301,6 +288,27 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
     for name, block in model.blocks.named_children():
         prepare_to_load(block, tensors, f"blocks.{name}.")
     return tensors, report
+
+
+def _differences(
+    tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], origins: Mapping[str, Sequence[str]],
+    head_problem: str | None,
+) -> list[str]:  # fmt: skip
+    """Returns how the converted tensors of a source differ from those of the model; empty if they fit."""
+    missing = [name for name in wanted if name not in tensors]
+    unexpected = [origin for name in tensors if name not in wanted for origin in origins[name]]
+    problems = [f"missing: {', '.join(missing)}"] if missing else []
+    problems += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
+    for name, own in ((name, wanted[name]) for name in wanted if name in tensors):
+        if (there := tensors[name]).shape != own.shape:
+            problems.append(f"shape of {name}: {_shape(there)} in the source, {_shape(own)} in the model")
+        elif there.is_floating_point() != own.is_floating_point():
+            problems.append(f"dtype of {name}: {there.dtype} in the source, {own.dtype} in the model")
+    if head_problem and any(name.startswith(_HEADS) for name in tensors):
+        problems.append(f"head: {head_problem}")
+    if any(name.startswith(_HEADS) for name in missing) or any("shape of head" in problem for problem in problems):
+        problems.append("to load all but the head, use create_model(num_classes=N) or load_weights(replace_head=True)")
+    return problems
 
 
 def _interpolate_positions(
