@@ -8,7 +8,7 @@ import torch
 from kernel_support import DEVICE
 from torch import Tensor
 
-FORMS = ("bias", "bias per image", "one head", "window_mask", "rel", "scale", "key_mask", "masked")
+FORMS = ("bias", "bias per image", "one head", "window_mask", "rel", "rel tables", "scale", "key_mask", "masked")
 
 
 def bias_inputs(
@@ -31,6 +31,9 @@ def bias_inputs(
         made["window_mask"] = torch.where(torch.rand(2, N, M, device=DEVICE) < 0.3, -100.0, 0.0).to(dtype)
     if "rel" in forms:
         made["rel"] = normal(B, H, N, M // grid), normal(B, H, N, grid)
+    if "rel tables" in forms:
+        columns = next((width for width in range(2, N) if N % width == 0), N)
+        made["rel"] = normal(N // columns, M // grid, D), normal(columns, grid, D)
     if "scale" in forms:
         made["scale"] = ((torch.rand(H, device=DEVICE) + 0.1) * 2 * D**-0.5).to(dtype).requires_grad_()
     if "key_mask" in forms:
@@ -57,6 +60,12 @@ def formula(
     if window_mask is not None:
         scores = scores + torch.stack([window_mask[b % len(window_mask)] for b in range(B)])[:, None]
     if rel is not None:
+        if rel[0].dim() == 3:
+            places = [(n // len(rel[1]), n % len(rel[1])) for n in range(q.shape[2])]
+            rel = [
+                torch.stack([q[:, :, n] @ table[place[i]].t() for n, place in enumerate(places)], 2)
+                for i, table in enumerate(rel)
+            ]
         Kw = rel[1].shape[-1]
         scores = scores + torch.stack([rel[0][..., m // Kw] + rel[1][..., m % Kw] for m in range(M)], -1)
     if key_mask is not None:

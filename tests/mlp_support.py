@@ -47,7 +47,7 @@ class Case:
             ]
             options["qk_norm"] = QkNorm(*norms, qk.over)
         if terms := options.get("terms"):
-            given = {name: leaf(tensor, dtype) for name, tensor in (("bias", terms.bias), ("scale", terms.scale))}
+            given = {name: leaf(tensor, dtype) for name, tensor in _leaf_terms(terms).items()}
             options["terms"] = terms._replace(**given, window_mask=terms.window_mask.to(dtype))
         return replace(self, x=leaf(self.x, dtype), t=t, grad=self.grad.to(dtype), options=options)
 
@@ -92,7 +92,7 @@ class Case:
         qk = self.options.get("qk_norm")
         of_qk = {} if qk is None else dict(zip(QK_NAMES, (*qk.q[:2], *qk.k[:2])))
         if terms := self.options.get("terms"):
-            of_qk |= {"bias": terms.bias, "scale": terms.scale}
+            of_qk |= _leaf_terms(terms)
         return {name: leaf for name, leaf in {"x": self.x, **self.t._asdict(), **of_qk}.items() if leaf is not None}
 
     def run(self, backend: str) -> dict[str, Tensor]:
@@ -100,6 +100,10 @@ class Case:
         y, leaves = self.forward(backend), self.leaves()
         gradients = torch.autograd.grad(y, list(leaves.values()), self.grad)
         return {"y": y.detach(), **{f"d {name}": gradient for name, gradient in zip(leaves, gradients)}}
+
+
+def _leaf_terms(terms: ScoreTerms) -> dict[str, Any]:
+    return {name: getattr(terms, name) for name in ("bias", "rel_h", "rel_w", "scale")}
 
 
 def _normal(generator: torch.Generator, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
@@ -137,7 +141,7 @@ def make_block(
 ) -> Case:  # fmt: skip
     """A block of B x N tokens; `qk` is the norm of q and k, `leading` the shape of the rotary tables before [T, D/2].
 
-    `terms` adds bias, window mask and a scale per head, in shifted windows of 2 x 3 of the N = 4 x 6 tokens.
+    `terms` adds all terms, in shifted windows of 2 x 3 of the N = 4 x 6 tokens.
 
     `keys` is "all", "mask", or "packed" for one packed sequence of all tokens, with an empty image and padding.
     """
@@ -162,7 +166,8 @@ def make_block(
             normal(heads, scale=0.1, shift=0.4),
             Windows((4, 6), (2, 3), (1, 2)).groups(torch.device(DEVICE)),
         )
-        options["terms"] = ScoreTerms(normal(1, heads, 6, 6), mask, scale=scale, groups=groups)
+        tables = (normal(size, size, head_dim, scale=0.3) for size in (2, 3))
+        options["terms"] = ScoreTerms(normal(1, heads, 6, 6), mask, *tables, scale=scale, groups=groups)
     if leading is not None:
         angles = 3 * normal(*leading, N - prefix, head_dim // 2).float()
         options["rope"] = Rope(angles.cos(), angles.sin(), prefix, layout)

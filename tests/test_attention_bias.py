@@ -65,6 +65,8 @@ def test_gradcheck_of_the_reference() -> None:
         ({"scale": (3,)}, r"scale must have shape \[2\]"),
         ({"rel": ((4, 2, 6, 5), (4, 2, 6, 2))}, r"rel must have Kh \* Kw = 12, the number of keys, got 5 \* 2"),
         ({"rel": ((4, 2, 5, 6), (4, 2, 6, 2))}, r"rel_h must have shape \[4, 2, 6, any\]"),
+        ({"rel": ((2, 6, 16), (4, 2, 6, 2))}, r"rel_w must have shape \[any, any, 16\]"),
+        ({"rel": ((2, 6, 16), (2, 2, 16))}, r"rel must have h \* w = 6, the number of queries, got 2 \* 2"),
     ],
 )
 def test_bad_shapes_are_named(change: dict[str, Any], message: str, backend: str) -> None:
@@ -95,6 +97,7 @@ class _Biased(nn.Module):
         attn.table, attn.per_head = nn.Parameter(torch.randn(9, 3)), nn.Parameter(torch.rand(3) + 0.1)
         attn.register_buffer("index", torch.randint(9, (6, 6)))
         attn.register_buffer("mask", torch.where(torch.rand(4, 6, 6) < 0.3, -100.0, 0.0))
+        attn.rows, attn.columns = nn.Parameter(torch.randn(2, 2, 16)), nn.Parameter(torch.randn(3, 3, 16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Computes the block by window partition, as Swin does."""
@@ -103,8 +106,9 @@ class _Biased(nn.Module):
         windows = normed.view(-1, 2, 2, 2, 3, 48).transpose(2, 3).reshape(-1, 6, 48)
         q, k, v = attn.qkv(windows).view(-1, 6, 3, 3, 16).permute(2, 0, 3, 1, 4)
         mixed = formula(
-            q, k, v, scale=attn.per_head, bias=attn.table[attn.index].permute(2, 0, 1), window_mask=attn.mask
-        )
+            q, k, v, scale=attn.per_head, bias=attn.table[attn.index].permute(2, 0, 1), window_mask=attn.mask,
+            rel=(attn.rows, attn.columns),
+        )  # fmt: skip
         mixed = mixed.transpose(1, 2).reshape(-1, 2, 2, 2, 3, 48).transpose(2, 3).reshape(-1, 4, 6, 48)
         x = x + attn.proj(mixed.roll((1, 2), (1, 2)).view(x.shape))
         return x + block.mlp(block.norm2(x))
@@ -116,7 +120,7 @@ class _Biased(nn.Module):
         parts, module = parts_of(blocks[0]), blocks[0].attn
         terms = TermParts(
             bias=(module, "table"), index=(module, "index"), window_mask=(module, "mask"), scale=(module, "per_head"),
-            windows=Windows((4, 6), (2, 3), (1, 2)),
+            rel_h=(module, "rows"), rel_w=(module, "columns"), windows=Windows((4, 6), (2, 3), (1, 2)),
         )  # fmt: skip
         parts.attention = dataclasses.replace(parts.attention, terms=terms)
         return blocks, parts

@@ -69,5 +69,8 @@ def test_masks_of_torch_become_a_bias() -> None:
 
 
 def test_a_block_with_every_term() -> None:
-    """Bias, window mask, scale per head and shifted windows in one operator."""
-    check_case(make_block(torch.float16, tokens=(2, 24), terms=True))
+    """Bias, window mask, tables of rel, scale per head and shifted windows in one operator.
+
+    With two heads, the error of the gradient of scale would be the maximum of two random numbers.
+    """
+    check_case(make_block(torch.float16, tokens=(2, 24), heads=8, terms=True))

@@ -113,8 +113,8 @@ def run_block(
     elif parts.fp8 is not None and keys is None:
         return parts.fp8.run(parts, x, facts, rope, reader)
     elif not attention.drops_path() and not mlp.drops_path():
-        tensors, bias, rope = _tensors_for(parts, x, rope)
-        return _run_fused(attention, mlp, tensors, x, facts, rope, keys, next_statistics, bias)
+        tensors, computed, rope = _tensors_for(parts, x, rope)
+        return _run_fused(attention, mlp, tensors, x, facts, rope, keys, next_statistics, computed)
     else:
         x, facts = _run_fused(attention, None, block_tensors(attention, None), x, facts, rope, keys, True)
     if backend != "triton" or is_exporting():
@@ -124,14 +124,14 @@ def run_block(
 
 def _run_fused(
     attention: AttentionParts | None, mlp: MlpParts | None, tensors: BlockTensors, x: Tensor, facts: TokenFacts,
-    rope: Rope | None, keys: Keys | None, next_statistics: bool, score_bias: Tensor | None = None,
+    rope: Rope | None, keys: Keys | None, next_statistics: bool, computed: Sequence[Tensor] = (),
 ) -> tuple[Tensor, TokenFacts]:  # fmt: skip
     """Runs one operator for the given halves. For a single half, also applies its drop path."""
     half: Any = (attention or mlp) if attention is None or mlp is None else None
     dropping = half is not None and half.drops_path()
     y, emitted, _ = fused_block(
         x if x.dim() == 3 else x[None], facts.statistics, tensors, rope=rope, keys=keys, residual=not dropping,
-        next_statistics=next_statistics, **options_of(attention, mlp, x.device, score_bias),
+        next_statistics=next_statistics, **options_of(attention, mlp, x.device, computed),
     )  # fmt: skip
     y = y if x.dim() == 3 else y[0]
     if dropping:
@@ -186,8 +186,8 @@ def _ended(parts: Half, x: Tensor, y: Tensor, inside: bool) -> Tensor:
     return reference.normalize(y, parts.end_norm.now())
 
 
-def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Tensor | None, Rope | None]:
-    """Returns the parameters, folded if possible, `score_bias`, and rotary embeddings in the same channel order."""
+def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Sequence[Tensor], Rope | None]:
+    """Returns the parameters, folded if possible, `computed` terms, and rotary embeddings in the same channel order."""
     attention: Any = parts.attention
     mlp: Any = parts.mlp
     frozen = parts.frozen if type(parts.frozen) is Frozen else None  # not Packed or FrozenFp8
@@ -202,7 +202,7 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
             if frozen.rope_head and rope is not None:
                 rope = interleave(rope, frozen.rope_head)
             return *frozen.block_tensors(proj, fc2), rope
-    return block_tensors(attention, mlp), None, rope
+    return block_tensors(attention, mlp), (), rope
 
 
 def freeze_block(block: Any) -> list[str]:

@@ -31,7 +31,7 @@ class Frozen:
     """The folded linear layers of one block, for matmuls of one dtype; see `fold` in `ops/folded.py` for rope_head.
 
     `tensors` contains weight, bias and row sums of qkv, of fc1, and of fc2 if a norm precedes fc2. The weights of proj
-    and fc2 follow if their dtype was converted, and the bias of the scores if it is looked up in a table.
+    and fc2 follow if their dtype was converted, and the terms of the scores that are computed from other tensors.
     """
 
     every_source = False  # see `sources`
@@ -77,14 +77,14 @@ class Frozen:
         tensors += [] if t.fc2_sum is None else [t.fc2_weight, t.fc2_bias, t.fc2_sum]
         if block.proj_weight.dtype != self.dtype or block.fc2_weight.dtype != self.dtype:
             tensors += [t.proj_weight, t.fc2_weight]
-        bias = None if self.attention.terms is None else self.attention.terms.looked_up()
-        return tensors if bias is None else [*tensors, bias.contiguous()]
+        terms = self.attention.terms
+        return tensors + ([] if terms is None else [terms.term(name).contiguous() for name in terms.derived])
 
-    def block_tensors(self, proj: Weights, fc2: Weights) -> tuple[BlockTensors, Tensor | None]:
-        """Returns the folded parameters, and the bias of the scores if it was looked up in a table."""
+    def block_tensors(self, proj: Weights, fc2: Weights) -> tuple[BlockTensors, list[Tensor]]:
+        """Returns the folded parameters, and the computed terms of the scores, see `TermParts.now`."""
         qkv_weight, qkv_bias, qkv_sum, fc1_weight, fc1_bias, fc1_sum, *cast = self.tensors
         terms, fc2_sum = self.attention.terms, None
-        score_bias = None if terms is None or not terms.is_looked_up else cast.pop()
+        computed = [cast.pop() for _ in terms.derived][::-1] if terms is not None else []
         if self.mlp.inner_norm is not None:
             weight, bias, fc2_sum, *cast = cast
             fc2 = weight, bias, fc2[2]
@@ -94,7 +94,7 @@ class Frozen:
             None, None, qkv_weight, qkv_bias, *proj, None, None, fc1_weight, fc1_bias, *fc2,
             qkv_sum=qkv_sum, fc1_sum=fc1_sum, fc2_sum=fc2_sum,
         )  # fmt: skip
-        return folded, score_bias
+        return folded, computed
 
     def ensure_current(self) -> None:
         """Refreshes the tensors if a change of the weights is detected."""

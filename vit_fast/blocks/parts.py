@@ -6,6 +6,7 @@ read the modules of `BlockParts` instead, torch.compile would guard each module 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -102,43 +103,48 @@ class TermParts:
     """The sources of a block's `ScoreTerms`; None means absent.
 
     A bias is a tensor [H or 1, N, M] or [1, H or 1, N, M]. With `index` [N, M], it is a table [T, H], or [H, T] if
-    `heads_first`: bias[h, n, m] = table[index[n, m], h]. `freeze` looks the table up once, other calls each time.
+    `heads_first`: bias[h, n, m] = table[index[n, m], h]. `freeze` computes terms from tables and from other tensors
+    (`Derived`) once, other calls each time.
     """
 
     bias: Slot | None = None
     index: Slot | None = None
     heads_first: bool = False
     window_mask: Slot | None = None
+    rel_h: Slot | None = None  # tables of `ScoreTerms`
+    rel_w: Slot | None = None
     scale: Slot | None = None  # [H], the multiplier of q k^T, instead of AttentionParts.scale
     windows: Windows | None = None
 
     @property
-    def slots(self) -> tuple[Slot, ...]:
-        return tuple(slot for slot in (self.bias, self.index, self.window_mask, self.scale) if slot is not None)
+    def given(self) -> dict[str, Slot]:
+        """The terms that are present, apart from windows."""
+        slots = (self.bias, self.window_mask, self.rel_h, self.rel_w, self.scale)
+        return {name: slot for name, slot in zip(ScoreTerms._fields, slots) if slot is not None}
 
     @property
-    def is_looked_up(self) -> bool:
-        """True if the bias is computed from other tensors."""
-        return self.bias is not None and (self.index is not None or isinstance(self.bias[0], Derived))
+    def slots(self) -> tuple[Slot, ...]:
+        return (*self.given.values(), *([] if self.index is None else [self.index]))
 
-    def looked_up(self) -> Tensor | None:
-        """Returns a bias that is computed from other tensors; None otherwise."""
-        if self.bias is None or not self.is_looked_up:
-            return None
-        if self.index is None:
-            derived: Tensor = tensor_of(*self.bias)
-            return derived
-        table, index = tensor_of(*self.bias), tensor_of(*self.index)
-        bias: Tensor = (table if self.heads_first else table.t())[:, index]  # on GPUs, the backward is deterministic
-        return bias
+    @property
+    def derived(self) -> list[str]:
+        """Names of the terms that are computed from other tensors."""
+        looked_up = [] if self.index is None else ["bias"]
+        return [name for name, slot in self.given.items() if name in looked_up or isinstance(slot[0], Derived)]
 
-    def now(self, device: torch.device, bias: Tensor | None = None) -> ScoreTerms:
-        """Returns the current terms; `bias` replaces a bias with an index that was looked up earlier."""
-        if bias is None and self.bias is not None:
-            bias = self.looked_up() if self.is_looked_up else tensor_of(*self.bias)
-        mask, scale = (None if slot is None else tensor_of(*slot) for slot in (self.window_mask, self.scale))
-        groups = None if self.windows is None else self.windows.groups(device)
-        return ScoreTerms(bias, mask, scale=scale, groups=groups)
+    def term(self, name: str) -> Tensor:
+        """Returns a term; computes it if it is derived."""
+        tensor: Tensor = tensor_of(*self.given[name])
+        if name == "bias" and self.index is not None:
+            index = tensor_of(*self.index)
+            tensor = (tensor if self.heads_first else tensor.t())[:, index]  # on GPUs, the backward is deterministic
+        return tensor
+
+    def now(self, device: torch.device, computed: Sequence[Tensor] = ()) -> ScoreTerms:
+        """Returns the current terms; `computed` contains those in `derived` if they were computed earlier."""
+        terms = dict(zip(self.derived, computed))
+        terms |= {name: self.term(name) for name in self.given if name not in terms}
+        return ScoreTerms(**terms, groups=None if self.windows is None else self.windows.groups(device))
 
 
 @dataclass(frozen=True)
@@ -193,6 +199,8 @@ class AttentionParts(Half):
         """The `rope_head` of `fold`: head_dim if the qkv matmul can rotate q and k, else 0."""
         if not self.rotates_halves or (self.qk_norm is not None and self.qk_norm.over == "width"):
             return 0
+        if self.terms is not None and self.terms.rel_h is not None:  # whose tables have q's order of channels
+            return 0
         return sum(tensor_of(*slot).shape[0] for slot in self.qkv.weights) // (3 * self.num_heads)
 
 
@@ -246,16 +254,16 @@ def block_tensors(attention: AttentionParts | None, mlp: MlpParts | None) -> Blo
 
 
 def options_of(
-    attention: AttentionParts | None, mlp: MlpParts | None, device: torch.device, score_bias: Tensor | None = None
+    attention: AttentionParts | None, mlp: MlpParts | None, device: torch.device, computed: Sequence[Tensor] = ()
 ) -> dict[str, Any]:
-    """Returns the options of `fused_block` for a block or a half; `score_bias` as in `TermParts.now`."""
+    """Returns the options of `fused_block` for a block or a half; `computed` as in `TermParts.now`."""
     options: dict[str, Any] = {}
     eps1 = eps2 = 0.0
     if attention is not None:
         eps1, qk_norm, terms = attention.norm.eps, attention.qk_norm, attention.terms
         options = {"norm": attention.norm.kind, "heads": attention.num_heads, "attention_scale": attention.scale}
         options["qk_norm"] = None if qk_norm is None else qk_norm.now()
-        options["terms"] = None if terms is None else terms.now(device, score_bias)
+        options["terms"] = None if terms is None else terms.now(device, computed)
     if mlp is not None:
         eps2, inner = mlp.norm.eps, mlp.inner_norm
         options |= {"norm": mlp.norm.kind, "activation": mlp.activation}
@@ -269,7 +277,7 @@ def sources(attention: AttentionParts, mlp: MlpParts, every: bool = True) -> lis
     if every and attention.qk_norm is not None:
         norms += [attention.qk_norm.q, attention.qk_norm.k]
     slots = [slot for norm in norms if norm is not None for slot in norm.slots]
-    if attention.terms is not None and (every or attention.terms.is_looked_up):
+    if attention.terms is not None and (every or attention.terms.derived):
         slots += attention.terms.slots
     for linear in (attention.qkv, mlp.fc1, mlp.gate):
         slots += [] if linear is None else [*linear.weights, *filter(None, linear.biases)]

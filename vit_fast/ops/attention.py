@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
-from .attention_bias import additive_mask, bias_of_mask, by_groups, checked_terms, score_terms
+from .attention_bias import additive_mask, bias_of_mask, by_groups, checked_terms, score_terms, with_rel
 from .attention_operator import heads_first, run_attention, unsupported_reasons
 from .attention_sequences import by_sequences, with_block_mask
 from .backends import resolve_backend
@@ -48,6 +48,8 @@ def attention(
             shifted windows of Swin.
         rel: Pair (rel_h [B, H, N_q, Kh], rel_w [B, H, N_q, Kw]) in q's dtype, for keys on a grid with
             N_kv = Kh * Kw. Adds rel_h[..., m // Kw] + rel_w[..., m % Kw] to the score of key m, as in SAM and MViTv2.
+            Or tables (Rh [h, Kh, D], Rw [w, Kw, D]) for queries on a grid with N_q = h * w: the values for query n are
+            then Rh[n // w] q and Rw[n % w] q.
         backend: "eager", "sdpa", "triton", or "auto" to choose triton or sdpa by device, dtype and TF32 setting.
             triton does not support fp64, and requires D between 16 and 128 with stride 1 in q, k and v.
     Returns:
@@ -165,13 +167,15 @@ def _attend(
         check_keys(keys, first.shape[0], first.shape[1] if len(qkv) == 1 else qkv[1].shape[2], first.device)
     if terms is not None:
         q, k, _ = heads_first(qkv)
-        terms = checked_terms(terms, keys, (*q.shape[:3], k.shape[2]), q.device, q.dtype)
+        terms = checked_terms(terms, keys, (*q.shape[:3], k.shape[2], q.shape[3]), q.device, q.dtype)
     if runs_kernel:
         return run_attention(qkv, cu_seqlens, key_mask, max_seqlen, softmax_scale(first, scale), terms)
     if terms is not None and terms.groups is not None:
         alone = terms._replace(groups=None)
         return by_groups(lambda part: _attend([part], None, scale, backend, alone), first, terms.groups)
     q, k, v = heads_first(qkv)
+    if terms is not None:
+        terms = with_rel(terms, q)
     if cu_seqlens is not None:
         if is_exporting():
             out = with_block_mask(q, k, v, cu_seqlens, scale)

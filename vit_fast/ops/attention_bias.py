@@ -31,8 +31,8 @@ def score_terms(
 def checked_terms(
     terms: ScoreTerms, keys: Keys | None, shape: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> ScoreTerms:
-    """Checks the terms for scores of `shape` [B, H, N, M] and q of `dtype`; returns them with a 4-d bias."""
-    B, H, N, M = shape
+    """Checks the terms for `shape` (B, H, N, M, D) and q of `dtype`; returns them with a 4-d bias."""
+    B, H, N, M, D = shape
     if keys is not None and (keys.cu_seqlens is not None or terms.groups is not None):
         name = "packed sequences" if keys.cu_seqlens is not None else "a key_mask with groups"
         raise ValueError(f"attention does not support {name} with a bias, window_mask, rel or a tensor as scale")
@@ -44,10 +44,11 @@ def checked_terms(
     bias = terms.bias
     if bias is not None and bias.dim() == 3:
         bias = bias[None]
-    Kh, Kw = (0 if rel is None else rel.shape[-1] for rel in (terms.rel_h, terms.rel_w))
-    wanted = {
-        "bias": ((1, B), (1, H), (N,), (M,)), "window_mask": (None, (N,), (M,)),
-        "rel_h": ((B,), (H,), (N,), None), "rel_w": ((B,), (H,), (N,), None), "scale": ((H,),),
+    tables = has_tables(terms)
+    of_rel = (None, None, (D,)) if tables else ((B,), (H,), (N,), None)
+    wanted: dict[str, tuple[Any, ...]] = {
+        "bias": ((1, B), (1, H), (N,), (M,)), "window_mask": (None, (N,), (M,)), "rel_h": of_rel, "rel_w": of_rel,
+        "scale": ((H,),),
     }  # fmt: skip
     terms = terms._replace(bias=bias)
     for name, sizes in wanted.items():
@@ -63,11 +64,49 @@ def checked_terms(
             raise ValueError(f"{name} must have shape [{', '.join(shown)}] on {device}, got {got}")
         if tensor.dtype not in (dtype, torch.float32):
             raise ValueError(f"{name} must be torch.float32 or {dtype} like q, got {tensor.dtype}")
-    if terms.rel_h is not None and Kh * Kw != M:
-        raise ValueError(f"rel must have Kh * Kw = {M}, the number of keys, got {Kh} * {Kw}")
+    if terms.rel_h is not None and terms.rel_w is not None:
+        sides = [("Kh * Kw", 1 if tables else 3, M, "keys"), *([("h * w", 0, N, "queries")] if tables else [])]
+        for name, axis, count, what in sides:
+            high, wide = terms.rel_h.shape[axis], terms.rel_w.shape[axis]
+            if high * wide != count:
+                raise ValueError(f"rel must have {name} = {count}, the number of {what}, got {high} * {wide}")
     if terms.window_mask is not None and terms.window_mask.requires_grad and torch.is_grad_enabled():
         raise ValueError("window_mask must not require a gradient: call .detach(), or pass it as a part of bias")
     return terms
+
+
+def has_tables(terms: ScoreTerms) -> bool:
+    """True if rel consists of tables [h, Kh, D] and [w, Kw, D] for queries on a grid."""
+    return terms.rel_h is not None and terms.rel_h.dim() == 3
+
+
+def _on_grid(terms: ScoreTerms, q: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Returns the queries [B, H, N, D] as [B, H, h, w, D], or B * W windows of them; and the tables in q's dtype."""
+    rel: Any = terms.rel_h, terms.rel_w
+    if terms.groups is not None:
+        q = q.index_select(2, terms.groups.flatten()).unflatten(2, terms.groups.shape).transpose(1, 2).flatten(0, 1)
+    return q.unflatten(2, [len(table) for table in rel]), [table.to(q.dtype) for table in rel]
+
+
+def with_rel(terms: ScoreTerms, q: Tensor) -> ScoreTerms:
+    """Replaces the tables of rel by the values for the queries q [B, H, N, D]."""
+    if not has_tables(terms):
+        return terms
+    grid, (table_h, table_w) = _on_grid(terms, q)
+    rel_h = torch.einsum("bhyxd,ykd->bhyxk", grid, table_h).flatten(2, 3)
+    return terms._replace(rel_h=rel_h, rel_w=torch.einsum("bhyxd,xkd->bhyxk", grid, table_w).flatten(2, 3))
+
+
+def rel_gradients(terms: ScoreTerms, q: Tensor, d_rel_h: Tensor, d_rel_w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of `with_rel`: of q, and of both tables."""
+    grid, (table_h, table_w) = _on_grid(terms, q)
+    dh, dw = (each.to(q.dtype).unflatten(2, grid.shape[2:4]) for each in (d_rel_h, d_rel_w))
+    dq = torch.einsum("bhyxk,ykd->bhyxd", dh, table_h) + torch.einsum("bhyxk,xkd->bhyxd", dw, table_w)
+    dq = dq.flatten(2, 3)
+    if (groups := terms.groups) is not None:
+        dq = dq.unflatten(0, (-1, len(groups))).transpose(1, 2).flatten(2, 3)
+        dq = torch.empty_like(dq).index_copy_(2, groups.flatten().long(), dq)
+    return dq, torch.einsum("bhyxk,bhyxd->ykd", dh, grid), torch.einsum("bhyxk,bhyxd->xkd", dw, grid)
 
 
 def additive_mask(terms: ScoreTerms, q: Tensor, valid: Tensor | None) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedInputError
+from .attention_bias import has_tables, rel_gradients, with_rel
 from .backends import kernel_reasons
 from .descriptions import DTYPES, E4M3, ScoreTerms
 from .registration import operator, text_of, words_of
@@ -127,6 +128,10 @@ def attention_gradient(
 
         call = _call(q, k, v, lse, scale, terms, key_mask)
         of_terms = bias_launch.attention_bias_backward(call, o, do, *heads_first(gradients), bias_grad)
+        if has_tables(terms):
+            d_rel = of_terms["rel_h"], of_terms["rel_w"]
+            d_q, of_terms["rel_h"], of_terms["rel_w"] = rel_gradients(terms, q, *d_rel)
+            heads_first(gradients)[0].add_(d_q)
         names = term_names(terms, bias_grad)
         return gradients + [
             of_terms[name].sum_to_size(getattr(terms, name).shape).to(getattr(terms, name).dtype) for name in names
@@ -145,7 +150,7 @@ def _call(
 
     terms = ScoreTerms(*(
         tensor if tensor is None or (tensor is terms.bias and tensor.stride(3) == 1) else tensor.contiguous()
-        for tensor in terms
+        for tensor in with_rel(terms, q)
     ))  # fmt: skip
     if key_mask is not None and key_mask.stride(1) != 1:
         key_mask = key_mask.contiguous()

@@ -101,7 +101,7 @@ def fused_block(
             of_qk = of_qk._replace(cu_seqlens=keys.cu_seqlens, key_mask=keys.mask)
             max_seqlen = keys.max_seqlen
         if terms is not None:
-            terms = checked_terms(terms, keys, (x.shape[0], heads, x.shape[1], x.shape[1]), x.device, dtype)
+            terms = checked_terms(terms, keys, (x.shape[0], heads, x.shape[1], x.shape[1], head_dim), x.device, dtype)
             of_qk = of_qk._replace(**terms._asdict())
             if tensors.is_fp8:
                 reason = "attention must not have a bias, a window mask, windows or a scale per head"

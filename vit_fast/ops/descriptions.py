@@ -80,7 +80,7 @@ class ScoreTerms(NamedTuple):
     """Tensors that change the scores of attention; None means absent. See `attention` for shapes and dtypes.
 
     Attributes:
-        rel_h, rel_w: The pair `rel`.
+        rel_h, rel_w: The pair `rel`, as values or as tables. `checked_terms` requires one form of both.
         scale: Multiplier of q k^T per head [H], instead of a number.
         groups: int32 or int64 [W, n]: the numbers of the tokens in each of W groups (windows) per image. Each of the
             W * n tokens must be in one group. A query attends to the keys of its group. N_q and N_kv of the other

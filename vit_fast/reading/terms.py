@@ -35,7 +35,7 @@ def terms_of(graph: Graph, core: Core, tokens: Tensor, heads: int, keys: int) ->
         functools.reduce(lambda a, b: derived(graph, (a, b), "add.Tensor"), same) if same else None
         for same in ([slot for slot, found in filter(None, placed) if found is is_mask] for is_mask in (False, True))
     )
-    terms = TermParts(bias, None, False, mask, _head_scale(graph, core, heads))
+    terms = TermParts(bias, window_mask=mask, scale=_head_scale(graph, core, heads))
     if bias is not None:
         terms = next(_tables(graph, core, terms, tensor_at(bias)), terms)
     if groups == 1:
@@ -53,7 +53,7 @@ def _tables(graph: Graph, core: Core, terms: TermParts, bias: Tensor) -> Iterato
     for (slot, table), index in itertools.product(tables, indices):
         for heads_first in (False, True):
             found = replace(terms, bias=slot, index=index, heads_first=heads_first)
-            if table.shape[1 - heads_first] == len(bias) and torch.equal(found.looked_up(), bias):  # type: ignore[arg-type]
+            if table.shape[1 - heads_first] == len(bias) and torch.equal(found.term("bias"), bias):
                 yield found
 
 
