@@ -39,7 +39,7 @@ These tables list what `vit_fast.fuse` does with each Vision Transformer class, 
 
 For most other fused classes, `GraphRunner(model, example)` runs CUDA graphs for images of one size.
 
-`fuse` gets no example; it makes one for models that state their size. Each timm class is tested with the named model,
+`fuse` gets no example; it makes one for models that state the size of their images, patches or clips. Each timm class is tested with the named model,
 each transformers class with its default configuration and images of at most 256 pixels, both with at most two blocks
 per stage if possible. Models of transformers with a task head are not tested. `make classes` writes this page.
 """
@@ -132,7 +132,9 @@ def timm_rows() -> Iterator[str]:
 def transformers_outcome(cls: Any) -> str | None:
     """Returns the result of `fuse` for a model of a class, with two layers per stage if their number can be set."""
     config = cls.config_class()
-    for name, most in (("num_hidden_layers", 2), ("depth", 2), ("depths", 2), ("image_size", 256)):
+    patch = getattr(config, "patch_size", 1)
+    size = 256 - 256 % (patch if isinstance(patch, int) else 1)
+    for name, most in (("num_hidden_layers", 2), ("depth", 2), ("depths", 2), ("image_size", size)):
         value = getattr(config, name, None)
         if isinstance(value, int | list):
             with contextlib.suppress(NotImplementedError):  # a name that stands for a list of depths

@@ -342,3 +342,25 @@ def test_functions_that_have_an_example_pass_it_on(tmp_path: Any) -> None:
     runner = vit_fast.GraphRunner(model, IMAGES, fallback="eager")
     assert any(isinstance(each, ReadModule) for each in model.modules())
     torch.testing.assert_close(runner(IMAGES), expected)
+
+
+class BiasOfKeys(nn.Module):
+    """Attention with a saturated softmax, whose gradients of keys are zero up to rounding."""
+
+    def __init__(self, leak: float) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(64, 64) for _ in range(4))
+        self.leak = leak
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (4, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        y = self.out(F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).flatten(2))
+        return y + self.leak * self.k.bias if self.leak else y
+
+
+def test_gradients_that_are_zero_up_to_rounding() -> None:
+    x = torch.randn(2, 7, 64)
+    assert read(BiasOfKeys(0.0), x).kind == "attention"
+    for leak in (1e-6, 1e-8):  # outputs differ by less than the limit
+        with pytest.raises(UnreadableError, match="gradients of k.bias"):
+            read(BiasOfKeys(leak), x)

@@ -19,7 +19,7 @@ from ..errors import check_type, raise_unsupported
 from ..libraries.known import fused_form
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from ..quantization import fp8
-from ..reading.examples import example_of
+from ..reading.examples import examples_of
 from ..reading.reader import read_model
 from .patch_embed import check_normalize
 from .walk import Walk, is_supported, restore_class, row_of
@@ -64,7 +64,7 @@ def fuse(
             whose class is unknown are captured on it. A module is fused only if its parts compute the same outputs and
             gradients on random weights. Calls with other arguments than in this forward run the original forward. By
             default, fuse uses the images of `calibrate`, or if the model contains unknown classes and states its size,
-            a random image.
+            a random input.
     Returns:
         A report with one row per fused or skipped module.
     Raises:
@@ -219,10 +219,13 @@ def sharing_copy(model: nn.Module, example: Any = None) -> nn.Module:
 def _walk(model: nn.Module, backend: str, resolved: str, example: Any = None) -> Walk:
     """Walks over a model. If its forward fails on the example, modules of unknown classes are skipped."""
     by_class = functools.partial(Walk, model, backend, resolved)
+    examples = [example]
     if example is None:
         walk = by_class()
-        if not walk.has_unknown() or (example := example_of(model)) is None:
+        if not walk.has_unknown():
             return walk
-    with contextlib.suppress(Exception):  # e.g. the model needs more than an image
-        return by_class(read_model(model, example, is_supported))
+        examples = list(examples_of(model))
+    for each in examples:
+        with contextlib.suppress(Exception):  # e.g. the model needs more than an image
+            return by_class(read_model(model, each, is_supported))
     return by_class()

@@ -189,7 +189,8 @@ class _Recorder(TorchDispatchMode):
         if name in ("_softmax", "_safe_softmax"):
             self.weights = list(self.stack)
         elif self.weights and name in ("bmm", "baddbmm", "mm", "addmm"):
-            self._count(self.weights if name != "addmm" else [])
+            inside = [part for part, other in zip(self.weights, self.stack) if part is other]  # softmax may be a module
+            self._count(inside if name != "addmm" else [])
             self.weights = []
         elif name.startswith("_scaled_dot_product"):
             self._count(self.stack)

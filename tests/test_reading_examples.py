@@ -1,0 +1,80 @@
+"""fuse makes an example for models that state the size of their input."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from spellings import Net, Packed
+from torch import Tensor, nn
+
+import vit_fast
+
+
+class Stated(Net):
+    def __init__(self, **config: object) -> None:
+        super().__init__(Packed)
+        self.config = SimpleNamespace(image_size=16, **config)
+
+
+class Clips(Stated):
+    """Gets a clip [B, frames, 3, height, width], as VideoMAE."""
+
+    def forward(self, clip: Tensor) -> Tensor:
+        B, frames = clip.shape[:2]
+        assert frames == self.config.num_frames
+        return super().forward(clip.flatten(0, 1)).view(B, frames, -1).mean(1)
+
+
+class Frames(Stated):
+    """Gets the frames of clips as a batch, as X-CLIP."""
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return super().forward(frames.view(-1, self.config.num_frames, *frames.shape[1:]).flatten(0, 1))
+
+
+class Patches(Stated):
+    """Gets flattened patches."""
+
+    def __init__(self, **config: object) -> None:
+        super().__init__(**config)
+        self.patches = nn.Linear(48, 32)  # type: ignore[assignment]
+
+    def forward(self, patches: Tensor) -> Tensor:
+        x = self.patches(patches)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Text(Stated):
+    """Gets text with boxes, and an image, as LayoutLMv3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 32)
+
+    def forward(self, input_ids: Tensor, bbox: Tensor, pixel_values: Tensor) -> Tensor:
+        x = torch.cat([self.words(input_ids) + bbox.sum(-1, True), self.patches(pixel_values).flatten(2).mT], dim=1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Medical(Net):
+    """States its channels, which the first convolution does not get."""
+
+    pretrained_cfg = {"input_size": (2, 16, 16)}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__(Packed)
+
+    def forward(self, images: Tensor) -> Tensor:
+        assert images.shape[1] == 2
+        return super().forward(torch.cat([images, images[:, :1]], 1))
+
+
+@pytest.mark.parametrize("model", [Clips(num_frames=3), Frames(num_frames=3), Patches(patch_size=4), Text(), Medical()])
+def test_a_stated_input_needs_no_example(model: nn.Module) -> None:
+    assert len(vit_fast.fuse(model.eval(), "eager").require_all().fused) == 2
