@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -342,6 +342,8 @@ def _check_example(module: nn.Module, recipe: Recipe, record: Record) -> None:
     x, y = record.x, record.y
     assert x is not None
     reading = recipe.reading(module)
+    halves = {name: getattr(reading, name) for name in ("attention", "mlp")}  # the module may be in training mode
+    reading = replace(reading, **{name: half and replace(half, drop_path=None) for name, half in halves.items()})
     with torch.no_grad():
         parts = run_reading(reading, x, "sdpa")
     base = reading.base(x)

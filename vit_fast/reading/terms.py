@@ -52,6 +52,8 @@ def _tables(graph: Graph, core: Core, terms: TermParts, bias: Tensor) -> Iterato
     indices = [slot for slot, each in slots if not each.is_floating_point() and each.shape == bias.shape[1:]]
     for (slot, table), index in itertools.product(tables, indices):
         for heads_first in (False, True):
+            if tensor_at(index).max() >= table.shape[heads_first]:
+                continue
             found = replace(terms, bias=slot, index=index, heads_first=heads_first)
             if table.shape[1 - heads_first] == len(bias) and torch.equal(found.term("bias"), bias):
                 yield found
