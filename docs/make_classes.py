@@ -39,9 +39,10 @@ These tables list what `vit_fast.fuse` does with each Vision Transformer class, 
 
 For most other fused classes, `GraphRunner(model, example)` runs CUDA graphs for images of one size.
 
-`fuse` gets no example; it makes one for models that state the size of their images, patches or clips. Each timm class is tested with the named model,
-each transformers class with its default configuration and images of at most 256 pixels, both with at most two blocks
-per stage if possible. Models of transformers with a task head are not tested. `make classes` writes this page.
+`fuse` gets no example; it makes one for models that state the size of their images, patches or clips. Each timm class
+is tested with the named model, each transformers class with its default configuration and images of at most 256 pixels,
+both with at most two blocks per stage if possible. Models of transformers with a task head are not tested.
+`make classes` writes this page.
 """
 CONVOLUTIONAL = {"byobnet", "byoanet", "resnest", "sknet", "cpubone", "lowformer", "mobilenetv5"}  # modules of timm
 # classes of transformers: parts of models, heads, and models that contain a tower; TOWERS are towers in spite of this
