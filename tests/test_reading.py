@@ -384,3 +384,9 @@ def test_gradients_that_are_zero_up_to_rounding() -> None:
     for leak in (1e-6, 1e-8):  # outputs differ by less than the limit
         with pytest.raises(UnreadableError, match=r"gradients of k\.bias"):
             read(BiasOfKeys(leak), x)
+
+
+def test_inference_mode() -> None:
+    model = Net(Residuals).eval()
+    with torch.inference_mode():
+        vit_fast.fuse(model, "eager", example=IMAGES.clone()).require_all()

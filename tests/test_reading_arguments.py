@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,14 +17,23 @@ import vit_fast
 X = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(0))
 
 
+class Parent(nn.Module):
+    """A parent, because fuse replaces classes of modules inside."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.block(*args, **kwargs)
+
+
 def fused(block: nn.Module, example: Any) -> tuple[Any, Any]:
     """Returns a fused block with random parameters, and its original."""
     original = block.eval()
     for parameter in original.parameters():
         nn.init.normal_(parameter, std=0.2)
-    model = nn.Sequential()  # a parent, because fuse replaces classes of modules inside
-    model.block = copy.deepcopy(original)
-    model.forward = lambda *args, **kwargs: model.block(*args, **kwargs)  # type: ignore[method-assign]
+    model = Parent(copy.deepcopy(original))
     vit_fast.fuse(model, "eager", example=example).require_all()
     return model.block, original
 
@@ -87,7 +97,7 @@ def test_outputs(kind: str) -> None:
     positions = torch.randn(20, 8)
     block, original = fused(Returns(kind), (X, positions))
     for given in (positions, torch.randn(20, 8)):
-        assert runs_fused(block, lambda: block(X, given))  # noqa: B023
+        assert runs_fused(block, functools.partial(block, X, given))
         assert_equal(block(X, given), original(X, given))
         if "argument" in kind:
             assert block(X, given)[1 - (kind != "argument")] is given
@@ -99,6 +109,32 @@ def test_outputs(kind: str) -> None:
         assert_equal(block(X, positions), original(X, positions))
 
 
+@dataclass
+class Computed:
+    """Its constructor does not get all fields."""
+
+    tokens: Tensor
+    size: int = field(init=False, default=3)
+
+
+@dataclass
+class Tagged:
+    tokens: Tensor
+
+    def __post_init__(self) -> None:
+        self.tag = "not a field"
+
+
+@pytest.mark.parametrize("cls", [Computed, Tagged])
+def test_outputs_that_cannot_be_rebuilt_are_not_fused(cls: Any) -> None:
+    class Other(Packed):
+        def forward(self, x: Tensor) -> Any:
+            return cls(super().forward(x))
+
+    report = vit_fast.fuse(Parent(Other(32, 4)).eval(), "eager", example=X)
+    assert not any("attention" in row.part for row in report.fused)
+
+
 @pytest.mark.parametrize("extra", ["weights", "computed", "pooled in place"])
 def test_computed_outputs_are_not_fused(extra: str) -> None:
     class Computes(Packed):
@@ -108,9 +144,7 @@ def test_computed_outputs_are_not_fused(extra: str) -> None:
                 return y, positions.add_(1)
             return y, y.mean(1) if extra == "weights" else positions * 1
 
-    model = nn.Sequential(Computes(32, 4))
-    model.forward = lambda *args: model[0](*args)  # type: ignore[method-assign]
-    report = vit_fast.fuse(model.eval(), "eager", example=(X, torch.zeros(20, 8)))
+    report = vit_fast.fuse(Parent(Computes(32, 4)).eval(), "eager", example=(X, torch.zeros(20, 8)))
     assert not any("attention" in row.part for row in report.fused)
     assert "returns more than one tensor" in str(report) or "writes into its input" in str(report)
 
@@ -141,8 +175,7 @@ def test_arguments_without_effect(uses: str) -> None:
     original = Ignores(uses).eval()
     for parameter in original.parameters():
         nn.init.normal_(parameter, std=0.2)
-    model = nn.Sequential(copy.deepcopy(original))
-    model.forward = lambda *args, **kwargs: model[0](*args, **kwargs)  # type: ignore[method-assign]
+    model = Parent(copy.deepcopy(original))
     vit_fast.fuse(model, "eager", example={"x": X, "sizes": sizes, "info": info})
     is_read = uses not in ("value", "nested")
     if is_read:

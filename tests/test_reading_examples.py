@@ -39,7 +39,7 @@ class Patches(Stated):
 
     def __init__(self, **config: object) -> None:
         super().__init__(**config)
-        self.patches = nn.Linear(48, 32)  # type: ignore[assignment]
+        self.patches = nn.Linear(48, 32)
 
     def forward(self, patches: Tensor) -> Tensor:
         x = self.patches(patches)
@@ -65,10 +65,9 @@ class Text(Stated):
 class Medical(Net):
     """States its channels, which the first convolution does not get."""
 
-    pretrained_cfg = {"input_size": (2, 16, 16)}  # noqa: RUF012
-
     def __init__(self) -> None:
         super().__init__(Packed)
+        self.pretrained_cfg = {"input_size": (2, 16, 16)}
 
     def forward(self, images: Tensor) -> Tensor:
         assert images.shape[1] == 2

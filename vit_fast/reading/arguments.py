@@ -28,11 +28,11 @@ def ties_of(shape: Sequence[int], tensors: Sequence[Tensor]) -> list[Ties]:
     axes = (0, 1) if len(shape) == 3 else (0,)
     found: list[Ties] = []
     for used, of_last, prefix in (
-        (axes, True, PREFIX),
-        (axes, False, PREFIX),
-        ((0,), True, 0),
-        ((1,), True, 0),
-        ((), True, 0),
+        (axes, True, PREFIX),  # sizes follow batch and tokens
+        (axes, False, PREFIX),  # the same, but the last one, e.g. a head_dim, is constant
+        ((0,), True, 0),  # only the batch
+        ((1,), True, 0),  # only the tokens
+        ((), True, 0),  # no size
     ):
         last = [None if of_last else each.dim() - 1 for each in tensors]
         found.append(

@@ -21,6 +21,7 @@ from .capture import InDouble, UnreadableError
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 TENSOR, CONSTANT = "tensor", "constant"
 Pattern = tuple[Any, ...]  # see `pattern_of`
+_ONE_TENSOR: Pattern = (tuple, (), (tuple, (), (TENSOR, 0)), (dict, ()))
 _OF_MODULES = set(vars(nn.Module())) | {"training", "forward"}
 
 
@@ -57,6 +58,12 @@ class Call:
             result = pattern_of(output, found)
         except UnreadableError as error:
             raise UnreadableError(f"its forward returns more than tensors and constants ({error})") from error
+        try:
+            same = pattern_of(rebuilt(result, found), list(found)) == result
+        except Exception:  # of a constructor
+            same = False
+        if not same:
+            raise UnreadableError("its forward returns an object that cannot be built from its contents")
         if len(found) != len(tensors) + 1:
             number = "more than one tensor" if len(found) > len(tensors) else "no tensor of its own"
             raise UnreadableError(f"its forward returns {number}")
@@ -68,7 +75,7 @@ class Call:
 
     @property
     def problem(self) -> str:
-        """Returns a message if arguments contain more than the tokens and constants, or forward returns more."""
+        """Returns a message if the arguments contain other tensors than the tokens; "" otherwise."""
         if self.names:
             names = ", ".join(map(str, dict.fromkeys(self.names)))
             return f"its forward gets more than tokens and constants (argument {names})"
@@ -76,6 +83,8 @@ class Call:
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
         """Returns tokens and other tensors of a call; None if the call has another structure."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # usual, and 3 us faster
+            return [args[0]] if self.given == _ONE_TENSOR else None
         found: list[Tensor] = []
         try:
             if _given(args, kwargs, found) != self.given:
@@ -118,19 +127,23 @@ def pattern_of(value: Any, tensors: list[Tensor]) -> Pattern:
         tensors.append(value)
         return TENSOR, len(tensors) - 1
     cls = type(value)
-    if isinstance(value, SIMPLE):
-        return CONSTANT, cls, value
     names: tuple[Any, ...] = ()
-    if is_dataclass(value):
-        names = tuple(field.name for field in fields(value))
-        contents = [getattr(value, name) for name in names]
+    if cls is tuple or cls is list:
+        contents = value
     elif cls is dict or cls is OrderedDict:
-        names, contents = tuple(value), list(value.values())
-    elif cls is tuple or cls is list or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        contents = list(value)
+        names, contents = tuple(value), value.values()
+    elif isinstance(value, SIMPLE):
+        return CONSTANT, cls, value
+    elif is_dataclass(value) and not isinstance(value, type):
+        names = tuple(field.name for field in fields(value))
+        if not getattr(value, "__dict__", {}).keys() <= set(names):
+            raise UnreadableError(f"{cls.__name__} object with other attributes than its fields")
+        contents = [getattr(value, name) for name in names]
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        contents = value
     else:
         raise UnreadableError(f"{cls.__name__} object")
-    return (cls, names, *(pattern_of(each, tensors) for each in contents))
+    return (cls, names, *[pattern_of(each, tensors) for each in contents])
 
 
 def rebuilt(pattern: Pattern, tensors: Sequence[Tensor]) -> Any:
@@ -149,7 +162,7 @@ def rebuilt(pattern: Pattern, tensors: Sequence[Tensor]) -> Any:
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Pattern:
-    return pattern_of((args, dict(sorted(kwargs.items()))), tensors)
+    return pattern_of((args, dict(sorted(kwargs.items())) if kwargs else kwargs), tensors)
 
 
 def _is_constant(value: Any) -> bool:

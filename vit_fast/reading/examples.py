@@ -24,7 +24,7 @@ def examples_of(model: nn.Module) -> Iterator[Any]:
     if sizes is None or weight is None or weight.is_meta or not weight.is_floating_point():
         return
     stated = getattr(config, "num_channels", 3) if weight.dim() < 4 else weight.shape[1]
-    channels = (getattr(model, "pretrained_cfg", None) or {}).get("input_size", (stated,))[0]
+    channels = (_timm_size(model) or (stated,))[0]
     generator = torch.Generator().manual_seed(0)
     image = torch.randn(1, channels, *sizes, generator=generator, device="cpu").to(weight.device, weight.dtype)
     names = inspect.signature(model.forward).parameters
@@ -50,11 +50,16 @@ def _image_size(model: nn.Module) -> tuple[int, int] | None:
     owners = (getattr(model, "patch_embed", None), model, getattr(model, "config", None))
     stated = [getattr(owner, name, None) for owner in owners for name in ("img_size", "image_size", "input_size")]
     size: Any = next((each for each in stated if each), None)
-    cfg = getattr(model, "pretrained_cfg", None)
-    if size is None and isinstance(cfg, dict):
-        size = (cfg.get("input_size") or (None,))[-1]
+    if size is None:
+        size = (_timm_size(model) or (None,))[-1]
     sizes = tuple(size) if isinstance(size, list | tuple) else (size, size)
     return sizes if len(sizes) == 2 and all(type(each) is int for each in sizes) else None
+
+
+def _timm_size(model: nn.Module) -> Any:
+    """Returns channels, height and width in timm's configuration; None if there are none."""
+    cfg = getattr(model, "pretrained_cfg", None)
+    return cfg.get("input_size") if isinstance(cfg, dict) else None
 
 
 def _patches(image: Tensor, size: int) -> Tensor:

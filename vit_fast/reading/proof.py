@@ -17,8 +17,8 @@ from .calls import drop_slots
 from .capture import Graph, UnreadableError, tokens_like
 from .matcher import Reading
 
-# Relative errors of the branches, root mean square. Modules that compute norms or softmax in fp32 differ by 1e-6.
 Dtypes = tuple[torch.dtype, ...]  # of the tokens, then of other tensors
+# Relative errors of the branches, root mean square. Modules that compute norms or softmax in fp32 differ by 1e-6.
 LIMITS = {torch.float64: 2e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 

@@ -181,7 +181,6 @@ class _Recorder(TorchDispatchMode):
         self.stack: list[nn.Module] = []  # modules whose forward runs
         self.weights: list[nn.Module] = []  # the same when a softmax was computed, until the next product
         self.records: dict[nn.Module, Record] = {}
-        self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.found, self.model = found, model
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -215,15 +214,8 @@ class _Recorder(TorchDispatchMode):
         x, y = tensors[0], call.computed(output, tensors)
         self.records[module] = Record(call, call.problem)
         if y.shape == x.shape and x.dim() in (3, 4) and x.is_floating_point():
-            copies = [self._copy(each) for each in (*tensors, y)]
+            copies = [each.detach().clone() for each in (*tensors, y)]
             self.records[module] = Record(call, call.problem, copies[:-1], copies[-1])
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        """Returns a copy, which several records of an unchanged tensor share."""
-        key = id(tensor), tensor._version
-        if key not in self.copies:
-            self.copies[key] = tensor, tensor.detach().clone()
-        return self.copies[key][1]
 
 
 def read_model(model: nn.Module, example: Any, is_known: Callable[[nn.Module], bool]) -> Found:
@@ -239,6 +231,7 @@ def read_model(model: nn.Module, example: Any, is_known: Callable[[nn.Module], b
     found.problems = {module: record.problem for module, record in records.items()}
     known: dict[Any, list[tuple[Any, Recipe | UnreadableError]]] = {}
 
+    @torch.inference_mode(False)  # proofs need gradients
     def visit(module: nn.Module) -> None:
         if is_known(module):
             return
@@ -278,7 +271,7 @@ def _recorded(model: nn.Module, example: Any, found: Found) -> dict[nn.Module, R
             undo.callback(part.register_forward_hook(recorder.leave, with_kwargs=True).remove)
         undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), recorder:
+        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]), recorder:
             model(*args, **kwargs)
     return recorder.records
 
