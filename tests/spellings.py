@@ -248,10 +248,75 @@ class NormedResidual(PostNorm):
         return x + self.drop_path(self.gamma * self.mlp(x))
 
 
+class Grouped(nn.Module):
+    """Grouped keys: two heads share each key and value, which one layer computes with the queries."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.sizes, self.channels = (heads, heads // 2, heads // 2), width // heads
+        self.qkv, self.out = nn.Linear(width, 2 * width), nn.Linear(width, width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 96), nn.GELU(), nn.Linear(96, width))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.channels)).transpose(1, 2).split(self.sizes, 1)
+        x = x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class Tiled(Grouped):
+    """Heads i and i + 2 share keys."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (torch.cat((each, each), 1) for each in (k, v))
+        return (q @ k.mT / self.channels**0.5).softmax(-1) @ v
+
+
+class ListOfHeads(nn.Module):
+    """One layer per head, and values that are computed after the softmax."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (
+            nn.ModuleList(nn.Linear(width, width // heads, bias=i > 0) for _ in range(heads)) for i in range(3)
+        )
+        self.out, self.norm1, self.norm2 = nn.Linear(width, width), nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 96), nn.GELU(), nn.Linear(96, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, mixed = self.norm1(x), []
+        for q, k, v in zip(self.q, self.k, self.v):
+            weights = torch.softmax(q(y) @ k(y).mT / q.out_features**0.5, -1)
+            mixed.append(weights @ v(y))
+        x = x + self.out(torch.cat(mixed, -1))
+        return x + self.mlp(self.norm2(x))
+
+
+class Parallel(nn.Module):
+    """Attention and MLP of the same tokens, as in ViT-22B, with one layer for q, k, v and the hidden channels."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.sizes = heads, (96, width, width, width)
+        self.norm, self.into = nn.LayerNorm(width), nn.Linear(width, sum(self.sizes))
+        self.out, self.fc2 = nn.Linear(width, width), nn.Linear(96, width)
+        self.gamma = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, *qkv = self.into(self.norm(x)).split(self.sizes, -1)
+        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in qkv)
+        y = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.gamma * (y + self.fc2(F.gelu(hidden)))
+
+
 BLOCKS: list[Any] = [
-    Packed, HeadsFirst, ChannelsFirst, Separate, Einsum, Tutorial, SequenceFirst, Flat, Residuals,
+    Packed, HeadsFirst, ChannelsFirst, Separate, Einsum, Tutorial, SequenceFirst, Flat, Residuals, Grouped, Tiled,
+    ListOfHeads,
 ]  # fmt: skip
-OTHER_BLOCKS: list[Any] = [PostNorm, NormedBranch, NormedResidual]  # not pre-norm blocks
+OTHER_BLOCKS: list[Any] = [PostNorm, NormedBranch, NormedResidual, Parallel]  # not pre-norm blocks
 
 
 class Variant(Packed):

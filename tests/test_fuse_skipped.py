@@ -31,7 +31,6 @@ def eager_vit() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: tiny_timm(block_fn=timm_class("ParallelScalingBlock")), "its q, k and v have different widths"),
         (
             lambda: type("Doubled", (timm_class("Block"),), {"forward": nn.Identity.forward})(64, 2),
             "fuse supports Block, but not its subclass Doubled, which has another forward",

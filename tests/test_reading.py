@@ -17,6 +17,7 @@ from spellings import (
     Flat,
     Head,
     HeadsFirst,
+    ListOfHeads,
     Net,
     NormedBranch,
     NormedResidual,
@@ -24,6 +25,7 @@ from spellings import (
     PostNorm,
     Residuals,
     Separate,
+    Tiled,
     Tutorial,
     Variant,
     runs_fused,
@@ -35,7 +37,7 @@ from vit_fast.reading.capture import UnreadableError
 from vit_fast.reading.forms import ReadModule
 from vit_fast.reading.reader import read
 
-WITHOUT_SDPA = {Packed, HeadsFirst, ChannelsFirst, Einsum, Tutorial, Flat}
+WITHOUT_SDPA = {Packed, HeadsFirst, ChannelsFirst, Einsum, Tutorial, Flat, Tiled, ListOfHeads}
 IMAGES = torch.randn(2, 3, 20, 16, generator=torch.Generator().manual_seed(0))
 
 
@@ -46,7 +48,7 @@ def fused_net(block: Any, backend: str = "eager", **options: Any) -> Net:
     return model
 
 
-@pytest.mark.fast_cases("Packed", "Tutorial", "SequenceFirst", "PostNorm")
+@pytest.mark.fast_cases("Packed", "Tutorial", "SequenceFirst", "PostNorm", "Tiled", "Parallel")
 @pytest.mark.parametrize("block", [*BLOCKS, *OTHER_BLOCKS], ids=lambda block: block.__name__)
 def test_spellings(block: Any) -> None:
     """Every spelling is fused; outputs and gradients are equal; training, freeze and unfuse work."""
@@ -360,22 +362,6 @@ class BiasOfKeys(nn.Module):
         q, k, v = (each(x).unflatten(-1, (4, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
         y = self.out(F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).flatten(2))
         return y + self.leak * self.k.bias if self.leak else y
-
-
-def test_skipped_attention_is_named_once() -> None:
-    """A softmax that is a module is not attention of its own."""
-
-    class Talks(Variant):
-        def __init__(self, width: int, heads: int) -> None:
-            super().__init__(width, heads)
-            self.softmax = nn.Softmax(-1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-            return x + self.out(self.mixed(self.softmax(q @ k.mT).flip(1) @ v))
-
-    report = vit_fast.fuse(Net(Talks), "eager", example=IMAGES)
-    assert [row.name for row in report.skipped] == ["layers.0", "layers.1"]
 
 
 def test_gradients_that_are_zero_up_to_rounding() -> None:

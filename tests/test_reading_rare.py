@@ -1,4 +1,4 @@
-"""Blocks that compute something else than on the example, for rare inputs or after a change."""
+"""Blocks that compute something else than on the example, for rare inputs or after a change, and skipped blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from spellings import Net, Packed, Variant
+from spellings import ListOfHeads, Net, Packed, Variant
 from torch import nn
 
 import vit_fast
@@ -200,3 +200,43 @@ def test_a_mask_of_another_kind_runs_the_original(mask: torch.Tensor | None) -> 
     for net in (model, original):
         net.layers[0].mask = mask
     torch.testing.assert_close(model(images), original(images))
+
+
+def test_skipped_attention_is_named_once() -> None:
+    """A softmax that is a module is not attention of its own."""
+
+    class Talks(Variant):
+        def __init__(self, width: int, heads: int) -> None:
+            super().__init__(width, heads)
+            self.softmax = nn.Softmax(-1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            return x + self.out(self.mixed(self.softmax(q @ k.mT).flip(1) @ v))
+
+    report = vit_fast.fuse(Net(Talks), "eager", example=torch.randn(2, 3, 20, 16))
+    assert [(row.name, row.part) for row in report.skipped] == [
+        ("layers.0", "attention"),
+        ("layers.1", "attention"),
+    ]
+
+
+def test_skipped_blocks_are_named_with_all_they_contain() -> None:
+    """Also if one of several parts is fused, or values are computed after the softmax."""
+
+    class Reversed(ListOfHeads):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).flip(1)
+
+    class Inline(Variant):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            x = x + self.out(self.mixed((q @ k.mT).softmax(-1).flip(1) @ v))
+            fc1, _, fc2 = self.mlp
+            return x + fc2(F.gelu(fc1(self.norm2(x))))
+
+    report = vit_fast.fuse(Net(Reversed, depth=1), "eager", example=torch.randn(2, 3, 20, 16))
+    assert [(row.name, row.part) for row in report.fused] == [("layers.0.mlp", "MLP")]
+    assert [(row.name, row.part) for row in report.skipped] == [("layers.0", "attention")]
+    report = vit_fast.fuse(Net(Inline, depth=1), "eager", example=torch.randn(2, 3, 20, 16))
+    assert [(row.name, row.part) for row in report.skipped] == [("layers.0", "attention, norm + MLP")]

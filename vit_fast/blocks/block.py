@@ -169,9 +169,17 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
     return _ended(parts, x, y, inside)
 
 
+def run_halves(attention: AttentionParts | None, mlp: MlpParts | None, x: Tensor, backend: str) -> Tensor:
+    """Runs halves without rotary embeddings on [B, N, C]."""
+    y = x if attention is None else run_attention(attention, x, backend)
+    if mlp is None:
+        return y
+    return y + run_mlp(mlp, x, backend) if mlp.residual == "attention" else run_mlp(mlp, y, backend)
+
+
 def _begun(parts: Half, x: Tensor) -> tuple[Tensor, NormParts, bool]:
     """Returns the tokens to add, the norm to apply to them, and True if the operator adds them."""
-    inside = parts.residual != "none" and parts.branch_norm.kind == "none" and not parts.drops_path()
+    inside = parts.residual in ("tokens", "normed") and parts.branch_norm.kind == "none" and not parts.drops_path()
     if parts.residual == "normed":
         return reference.normalize(x, parts.norm.now()), NO_NORM, inside
     return x, parts.norm, inside
@@ -182,7 +190,7 @@ def _ended(parts: Half, x: Tensor, y: Tensor, inside: bool) -> Tensor:
     y = reference.normalize(y, parts.branch_norm.now())
     if parts.drops_path():
         y = parts.drop_path(y)
-    y = x + y if parts.residual != "none" and not inside else y
+    y = x + y if parts.residual in ("tokens", "normed") and not inside else y
     return reference.normalize(y, parts.end_norm.now())
 
 

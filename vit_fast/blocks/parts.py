@@ -155,7 +155,8 @@ class Half:
     layer_scale: Slot | None  # vector [C], or None
     drop_path: Any = field(compare=False)  # a module with drop_prob, or None
     dropouts: tuple[Slot, ...] = field(compare=False)  # dropout probabilities in training
-    residual: str = field(default="tokens", kw_only=True)  # "tokens" for x, "normed" for norm(x), or "none"
+    # "tokens" for x, "normed" for norm(x), "attention" for an MLP of x that is added to x's attention half, or "none"
+    residual: str = field(default="tokens", kw_only=True)
     branch_norm: NormParts = field(default=NO_NORM, kw_only=True)
     end_norm: NormParts = field(default=NO_NORM, kw_only=True)
 

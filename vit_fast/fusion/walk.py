@@ -117,7 +117,8 @@ class Walk:
         why, attends = self.found.reasons.get(module), self.found.own[module] > 0
         if not attends and (found or why is None):
             return found
-        part = "attention" if self.found.cores[module] else "norm + MLP"
+        kinds = [("attention", self.found.cores), ("norm + MLP", self.found.mlps)]
+        part = ", ".join(kind for kind, counts in kinds if counts[module]) or "norm + MLP"
         several = "its forward computes more than one attention layer"
         why = why or (several if self.found.own[module] > 1 else "q, k and v are not linear layers of the tokens")
         self.rows.append(row_of(name, module, part, [why]))

@@ -20,7 +20,7 @@ from ..blocks.block import parts_of, runs_whole
 from ..blocks.fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
 from ..blocks.fused import FusedNormMlp, device_of, dtype_of
 from ..blocks.fusion_report import ModuleReport
-from ..blocks.parts import BlockParts, LinearParts, block_tensors
+from ..blocks.parts import BlockParts, LinearParts, block_tensors, origins
 from ..blocks.token_facts import NOTHING, TokenFacts
 from ..errors import UnsupportedInputError, check_choice, type_name
 from ..ops import reference
@@ -59,7 +59,11 @@ class EmulatedBlock:
 
         def joined(*linears: LinearParts | None) -> tuple[str, ...]:
             slots = [slot for linear in linears if linear is not None for slot in linear.weights]
-            found = (names[owner] + ("" if slot == "weight" else ".in_proj") for owner, slot in slots)
+            found = (
+                names[owner] + ("" if slot == "weight" else ".in_proj")
+                for each in slots
+                for owner, slot in origins(each)
+            )
             return tuple(dict.fromkeys(found))
 
         self.linears = {

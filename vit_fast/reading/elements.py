@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from ..blocks.parts import NO_NORM, NormParts, Slot, tensor_at
 from ..ops import reference
 from .capture import Graph, UnreadableError, operator_of
-from .constants import computed
+from .constants import computed, derived
 
 TOLERANCE = 1e-5  # relative; modules that compute norms or softmax in fp32 differ by 1e-7
 
@@ -130,7 +130,41 @@ class Vectors:
 def linears_of(graph: Graph) -> list[Linear]:
     """Returns the linear layers of tokens, in the order of the graph."""
     nodes = [node for node in graph.nodes if operator_of(node) in _PROJECTIONS and len(graph.live_inputs(node)) == 1]
-    return [linear for linear in (_linear(graph, node) for node in nodes) if linear is not None]
+    found = [linear for linear in (_linear(graph, node) for node in nodes) if linear is not None]
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return sorted((part for each in found for part in (each, *_parts(graph, each))), key=lambda each: order[each.node])
+
+
+def _parts(graph: Graph, linear: Linear) -> list[Linear]:
+    """Returns the parts of a layer whose output is split into different sizes, e.g. qkv and the hidden channels."""
+    y, (weight, *others) = graph.values[linear.node], linear.weights
+    found = []
+    for node in _splits(linear.node):
+        x = graph.values[node]
+        size = x.shape[-1]
+        start = next((i for i in range(y.shape[-1] - size + 1) if torch.equal(y[..., i : i + size], x)), None)
+        if start is not None:
+            biases = tuple(bias and rows(graph, bias, start, size) for bias in linear.biases)
+            found.append(Linear(node, linear.x, (rows(graph, weight, start, size),), biases))
+    sizes = [graph.values[each.node].shape[-1] for each in found]
+    is_equal_parts = len(set(sizes)) == 1 and sizes[0] * len(sizes) == y.shape[-1]
+    return [] if others or len(linear.biases) > 1 or linear.chunk != (0, 1) or is_equal_parts else found
+
+
+def _splits(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields slices of the last dimension of a node."""
+    for user in node.users:
+        if operator_of(user) in ("split", "split_with_sizes", "tensor_split"):
+            yield from user.users
+        elif operator_of(user) in ("slice", "narrow"):
+            inner = list(_splits(user))  # x[:, :, 2:3] slices each dimension
+            yield from inner or [user]
+
+
+def rows(graph: Graph, slot: Slot, start: int, size: int) -> Slot:
+    """Returns the slot of some rows of a tensor."""
+    every = tensor_at(slot).shape[0] == size
+    return slot if every else derived(graph, (slot,), "narrow.default", 0, start, size)
 
 
 def _linear(graph: Graph, node: fx.Node) -> Linear | None:

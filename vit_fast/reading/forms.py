@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..blocks.block import parts_of, run_attention, run_mlp
+from ..blocks.block import parts_of, run_attention, run_halves
 from ..blocks.fused import Finding, FusedModule, FusedNormMlp
-from ..blocks.parts import AttentionParts, BlockParts, Derived, MlpParts, Node, attached, origins
+from ..blocks.parts import AttentionParts, BlockParts, Derived, MlpParts, Node, attached, origins, tensor_at
 from ..blocks.reading import Reader
 from .arguments import Ties, fits
 from .calls import Call, Kind, attributes_of, drop_slots, state_of, structure_of
@@ -51,7 +51,7 @@ class ReadModule(FusedNormMlp):
         attention = module.vit_fast_recipe.reading(module).attention
         if attention is None:
             return None
-        return int(sum(getattr(*slot).shape[0] for slot in attention.qkv.weights) // (3 * attention.num_heads))
+        return int(sum(tensor_at(slot).shape[0] for slot in attention.qkv.weights) // (3 * attention.num_heads))
 
     @classmethod
     def triton_reasons(cls, module: Any) -> list[str]:
@@ -101,8 +101,7 @@ class ReadModule(FusedNormMlp):
         if attention is not None and mlp is not None and attention.is_pre_norm and mlp.is_pre_norm:
             y = self.run_as_block(parts, y, functools.partial(run_attention, attention, backend=backend))
         else:
-            y = y if attention is None else run_attention(attention, y, backend)
-            y = y if mlp is None else run_mlp(mlp, y, backend)
+            y = run_halves(attention, mlp, y, backend)
         return recipe.call.returned(reading.restored(y, x), *tensors)
 
     def _is_captured(self, x: Tensor, *others: Tensor) -> bool:

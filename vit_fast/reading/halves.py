@@ -16,6 +16,7 @@ from ..blocks.parts import (
     MlpParts,
     NormParts,
     QkNormParts,
+    Slot,
     TermParts,
     block_tensors,
     tensor_at,
@@ -25,7 +26,7 @@ from ..ops.attention import attention_among
 from ..ops.descriptions import QkNorm
 from .capture import Graph, UnreadableError, operator_of
 from .constants import derived
-from .elements import TOLERANCE, Linear, Vectors, cores_of, is_equal, linears_of, same_tokens
+from .elements import TOLERANCE, Linear, Vectors, cores_of, is_equal, linears_of, rows, same_tokens
 from .terms import factor_of, terms_of
 
 NORM_ENDS = {"layer_norm", "rms_norm", "mul", "add", "div"}  # operators that may be the last one of a norm
@@ -60,7 +61,7 @@ class Halves(Vectors):
         target = self.values[proj.x]
         if target.shape[-1] % heads:
             raise UnreadableError("its heads do not divide its width")
-        orders = list(_packed(sources, heads))
+        orders = list(_packed(graph, sources, heads, target.shape[-1]))
         given = self.values[graph.input]
         terms: list[TermParts | None] = []
         try:
@@ -69,8 +70,6 @@ class Halves(Vectors):
         except UnreadableError as error:
             problem = str(error)
         for normalizes, qkv, term in itertools.product((False, True), orders, terms):
-            if sum(tensor_at(slot).shape[0] for slot in qkv.weights) != 3 * target.shape[-1]:
-                raise UnreadableError("its q, k and v have different widths, as with grouped keys")
             weight, bias = qkv.tensors()
             projected = F.linear(normed, weight, bias).unflatten(-1, (3, heads, -1))
             for qk_norm in self._qk_norms(projected) if normalizes else (None,):
@@ -146,7 +145,8 @@ class Halves(Vectors):
         if factor is None:
             return None
         if core.product is None:
-            ratio = self.values[core.q].norm() * self.values[core.k].norm() / (q.norm() * k.norm())
+            shared = k.numel() / self.values[core.k].numel()  # with SDPA's enable_gqa
+            ratio = self.values[core.q].norm() * self.values[core.k].norm() * shared**0.5 / (q.norm() * k.norm())
         else:
             if term is not None and term.windows is not None:  # only scores inside of windows
                 groups = term.windows.groups(q.device).long()
@@ -195,12 +195,15 @@ class Halves(Vectors):
                 yield name, {"fc1": fc1, "gate": gate}, function(a) * b
 
 
-def _packed(sources: list[list[Linear]], heads: int) -> Iterator[LinearParts]:
+def _packed(graph: Graph, sources: list[list[Linear]], heads: int, width: int) -> Iterator[LinearParts]:
     """Yields the possible orders of the rows of q, k and v."""
     layers = list({(each.weights, each.chunk): each for part in sources for each in part}.values())
     chunks = [each.chunk for each in layers]
     slots = {each.weights for each in layers}
-    if len(slots) == 1 and chunks in ([(0, 1)], [(0, 3), (1, 3), (2, 3)]):
+    count = sum(tensor_at(slot).shape[0] for weights in slots for slot in weights)
+    if count != 3 * width:
+        yield from _grouped(graph, layers, heads, width, count)
+    elif len(slots) == 1 and chunks in ([(0, 1)], [(0, 3), (1, 3), (2, 3)]):
         qkv = LinearParts(layers[0].weights, layers[0].biases)
         yield qkv
         size = {"three": 3, "heads": heads, "channels": qkv.tensors()[0].shape[0] // (3 * heads)}
@@ -212,6 +215,37 @@ def _packed(sources: list[list[Linear]], heads: int) -> Iterator[LinearParts]:
         yield LinearParts(weights, tuple(slot for each in layers for slot in each.biases))
     else:
         raise UnreadableError("its q, k and v use parts of several weights")
+
+
+def _grouped(graph: Graph, layers: list[Linear], heads: int, width: int, count: int) -> Iterator[LinearParts]:
+    """Yields layers whose keys and values are shared by groups of heads: their rows are repeated."""
+    keys = (count - width) // 2
+    simple = all(each.chunk == (0, 1) and len(each.weights) == len(each.biases) == 1 for each in layers)
+    if not simple or keys <= 0 or width + 2 * keys != count or width % keys or keys % (width // heads):
+        raise UnreadableError("its q, k and v have different widths")
+
+    def part(start: int, size: int, name: str) -> Slot | None:
+        for layer in layers:
+            (slot,), length = getattr(layer, name), tensor_at(layer.weights[0]).shape[0]
+            if 0 <= start <= length - size:
+                return slot and rows(graph, slot, start, size)
+            start -= length
+        raise UnreadableError("its q, k and v use parts of several weights")
+
+    def repeated(slot: Slot | None, operator: str, *args: Any) -> Slot | None:
+        if slot is None:
+            return None
+        dims = tensor_at(slot).dim()
+        slot = derived(graph, (slot,), "unflatten.int", 0, (keys * heads // width, width // heads))
+        given = args or ((width // keys, *[1] * dims),)
+        return derived(graph, (derived(graph, (slot,), operator, *given),), "flatten.using_ints", 0, 1)
+
+    for how in (("repeat_interleave.self_int", width // keys, 0), ("repeat.default",)):
+        weights, biases = (
+            (part(0, width, name), *(repeated(part(start, keys, name), *how) for start in (width, width + keys)))
+            for name in ("weights", "biases")
+        )
+        yield LinearParts(weights, biases)  # type: ignore[arg-type]  # weights exist
 
 
 def _owner(linear: Linear, what: str) -> nn.Module:

@@ -88,6 +88,12 @@ class Matcher(Halves):
             return replace(reading, mlp=self._ended(mlp, x, branch, end))
         attention, branch, proj = self.attention_half(x)
         after = [each for each in self.linears if proj.node in self.graph.ancestors[each.node]]
+        before = self.graph.ancestors[proj.node]
+        beside = [each for each in self.linears if each is not proj and each.node not in before]
+        if not after and beside:
+            return self._parallel(
+                reading, x, (attention, branch, proj.node), self.mlp_half(x, self.graph.input, beside)
+            )
         if not after:
             return replace(reading, attention=self._ended(attention, x, branch, proj.node))
         problem = None
@@ -98,6 +104,20 @@ class Matcher(Halves):
             except UnreadableError as error:
                 problem = problem or error
         raise problem or self._no_sum(attention, proj.node)
+
+    def _parallel(
+        self, reading: Reading, x: Tensor, attends: tuple[AttentionParts, Tensor, fx.Node],
+        computes: tuple[MlpParts, Tensor, fx.Node],
+    ) -> Reading:  # fmt: skip
+        """Returns x + attention(x) + MLP(x), also with LayerScale."""
+        (attention, first, _), (mlp, second, node) = attends, computes
+        choices = (self._scales(end, self.last, x.shape[-1]) for _, _, end in (attends, computes))
+        for a, b in itertools.product(*choices):
+            y = x + (first if a is None else first * tensor_at(a)) + (second if b is None else second * tensor_at(b))
+            if same_tokens(y, self.output):
+                attention, mlp = replace(attention, layer_scale=a), replace(mlp, layer_scale=b, residual="attention")
+                return replace(reading, attention=attention, mlp=mlp)
+        raise self._no_sum(mlp, node)
 
     def _sums(
         self, half: Parts, x: Tensor, branch: Tensor, node: fx.Node, end: fx.Node

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..blocks.block import run_attention, run_mlp
+from ..blocks.block import run_halves
 from ..blocks.parts import Derived, Slot, origins, tensor_at
 from .arguments import Probe
 from .calls import drop_slots
@@ -24,12 +24,7 @@ LIMITS = {torch.float64: 2e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.
 
 def run_reading(reading: Reading, x: Tensor, backend: str) -> Tensor:
     """Computes the module from its parts. Keeps the module's layout."""
-    y = reading.batched(x)
-    if reading.attention is not None:
-        y = run_attention(reading.attention, y, backend)
-    if reading.mlp is not None:
-        y = run_mlp(reading.mlp, y, backend)
-    return reading.restored(y, x)
+    return reading.restored(run_halves(reading.attention, reading.mlp, reading.batched(x), backend), x)
 
 
 def slots_of(parts: Any) -> Iterator[Slot]:
@@ -176,7 +171,7 @@ def _training(copied: nn.Module) -> Iterator[None]:
 def with_drop_paths(copied: nn.Module, call: Probe, reading: Reading, x: Tensor) -> Reading:
     """Adds the drop paths of the halves: where a module multiplied by 0 removes a half, it is the half's drop path."""
     halves = {name: half for name in ("attention", "mlp") if (half := getattr(reading, name)) is not None}
-    if reading.layout == "[N, B, C]" or any(half.residual == "none" for half in halves.values()):
+    if reading.layout == "[N, B, C]" or any(half.residual in ("none", "attention") for half in halves.values()):
         return reading
     with torch.no_grad():
         for part in [part for part, name in drop_slots(copied) if name == "drop_prob" and _drops_samples(part)]:

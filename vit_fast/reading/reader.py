@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..blocks.parts import Derived, detached
 from ..blocks.plain import touch_reasons
@@ -34,6 +36,9 @@ from .proof import (
 )
 
 SMALL = (2, 7)  # batch size and number of tokens of a capture, if the forward supports any
+_SOFTMAX = {"_softmax", "_safe_softmax"}
+_ACTIVATIONS = {"gelu", "relu", "silu", "sigmoid", "tanh", "erf"}
+_PRODUCTS = {"bmm", "baddbmm", "mm", "addmm"}
 # Relative error of a module's parts on the example in the model's dtype
 EXAMPLE_LIMITS = {torch.float32: 1e-3, torch.float64: 1e-5}
 
@@ -81,7 +86,7 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None, others: Sequenc
         probe, small, shape = Probe(call, others, ties), _small(x), tuple(x.shape)
         try:
             graph, reading = captured(small, probe)
-            slots = slots_of((reading.attention, reading.mlp))
+            slots = slots_of(reading.attention and reading.attention.terms)
             fixed = graph.makes_constants() or any(isinstance(owner, Derived) for owner, _ in slots)
         except UnreadableError:
             _, reading = captured(shape, probe)
@@ -171,29 +176,41 @@ class Found:
     problems: dict[nn.Module, str] = field(default_factory=dict)  # of the call of each module that ran; "" if none
     cores: Counter[nn.Module] = field(default_factory=Counter)  # softmax attention computed in a module
     own: Counter[nn.Module] = field(default_factory=Counter)  # of these, not in one of its submodules
+    mlps: Counter[nn.Module] = field(default_factory=Counter)  # linear layers of activations, not in a submodule
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the first call of each module, and counts the attention cores in it."""
+    """Records the first call of each module, and counts the attention cores and MLPs in it."""
 
     def __init__(self, model: nn.Module, found: Found) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.stack: list[nn.Module] = []  # modules whose forward runs
-        self.weights: list[nn.Module] = []  # the same when a softmax was computed, until the next product
         self.records: dict[nn.Module, Record] = {}
         self.found, self.model = found, model
+        # what computed a tensor since the last product, "softmax" or "activation", and the modules that ran then
+        self.origins: Any = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in ("_softmax", "_safe_softmax"):
-            self.weights = list(self.stack)
-        elif self.weights and name in ("bmm", "baddbmm", "mm", "addmm"):
-            inside = [part for part, other in zip(self.weights, self.stack) if part is other]  # softmax may be a module
-            self._count(inside if name != "addmm" else [])
-            self.weights = []
-        elif name.startswith("_scaled_dot_product"):
+        output = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        given = sorted((self.origins[each] for each in tensors if each in self.origins), key=lambda each: each[0])
+        if name.startswith("_scaled_dot_product"):
             self._count(self.stack)
-        return func(*args, **(kwargs or {}))
+        elif name in _PRODUCTS:
+            for kind, stack in given[-1:]:
+                inside = [part for part, other in zip(stack, self.stack) if part is other]  # softmax may be a module
+                if kind == "softmax" and name != "addmm":
+                    self._count(inside)
+                elif kind == "activation":
+                    self.found.mlps.update(inside[-1:])
+        elif isinstance(output, Tensor):
+            kind = "softmax" if name in _SOFTMAX else "activation" if name.rstrip("_") in _ACTIVATIONS else None
+            if kind:
+                self.origins[output] = kind, list(self.stack)
+            elif given and not (name == "add" and sum(each.dim() > 0 for each in tensors) > 1):  # of a residual
+                self.origins[output] = given[-1]
+        return output
 
     def _count(self, stack: list[nn.Module]) -> None:
         self.found.cores.update(set(stack))
