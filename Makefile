@@ -19,7 +19,7 @@ PIP     := $(BIN)/python -m pip install --disable-pip-version-check -qq -c $(PIN
 SOURCES := vit_fast kernels export benchmarks tests
 READY   := $(VENV)/.ready
 
-.PHONY: bench test test-full test-changed test-execute test-oldest test-newest lint format typecheck docs classes kernels verify gpu-check bench-suite record wheel clean
+.PHONY: bench test test-full test-changed test-gpu-lines test-execute test-oldest test-newest lint format typecheck docs classes kernels verify gpu-check bench-suite record wheel clean
 
 bench: $(READY)
 	@$(BIN)/vit-fast bench $(ARGS)
@@ -29,6 +29,7 @@ test: $(READY)
 
 test-full: $(READY)
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15 --slow $(ARGS)
+	$(MAKE) test-gpu-lines
 	$(MAKE) test-execute
 	$(MAKE) test-oldest
 	$(MAKE) test-newest
@@ -36,6 +37,15 @@ test-full: $(READY)
 # Run after `make test`: the parts of test-full for folders that differ from main; see the table in tests/changed.py.
 test-changed: $(READY)
 	JOBS=$(JOBS) $(BIN)/python tests/changed.py $(ARGS)
+
+# Lists the lines about GPUs that no test executes; see tests/cuda_lines.py. The slow tests are those that execute
+# other lines than the fast tests do.
+COVERED := OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n $(JOBS) --dist worksteal
+test-gpu-lines: $(READY)
+	$(BIN)/coverage erase
+	$(COVERED) $(ARGS)
+	$(COVERED) --only-slow tests/test_on_gpus.py tests/test_warm_up.py $(ARGS)
+	$(BIN)/python tests/cuda_lines.py
 
 # Runs the kernel tests on the PTX emulator. Each architecture runs the cases of `make test` and a part of the other
 # cases; together, the architectures run all. SEED changes the parts and the random schedules.

@@ -11,11 +11,11 @@ import contextlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vit_fast.files import folder_aside
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate, Status, describe_error
 from vit_fast.measure.clock import Samples, percentile
@@ -166,13 +166,9 @@ class Journal:
             folders = (Path("vit-fast-results", name) for name in names)
             folder = next(one for one in folders if not (one.exists() or _partial(one).exists()))
         check_folder(folder)
-        _partial(folder).mkdir(parents=True)
         journal = cls(folder, {"format": FORMAT, **header})
-        try:
-            journal._write("header", journal.header)
-        except OSError:
-            shutil.rmtree(_partial(folder), ignore_errors=True)
-            raise
+        with folder_aside(_partial(folder)) as aside:  # a killed process leaves a folder with a header, or none
+            _append(aside / JOURNAL_NAME, "header", journal.header)
         return journal
 
     @classmethod
@@ -222,15 +218,8 @@ class Journal:
     def add(self, kind: str, value: Any) -> None:
         """Adds a finding, and writes it to disk, except rows that a resumed run repeats."""
         self.entries.append((kind, value))
-        if not (kind == "row" and value["status"] in ("skipped", "interrupted")):
-            self._write(kind, value)
-
-    def _write(self, kind: str, value: object) -> None:
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps({"kind": kind, "value": value}, allow_nan=False) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+        if self._path is not None and not (kind == "row" and value["status"] in ("skipped", "interrupted")):
+            _append(self._path, kind, value)
 
     def finish(self, files: Mapping[str, bytes], *, keep: bool) -> None:
         """Writes the files, and renames the .partial folder to `folder`. `keep` keeps the journal to resume the run."""
@@ -240,6 +229,13 @@ class Journal:
         self._path.parent.replace(self.folder)
         if not keep:  # removed last, so that a run that is killed here can be resumed
             (self.folder / JOURNAL_NAME).unlink()
+
+
+def _append(path: Path, kind: str, value: object) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps({"kind": kind, "value": value}, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def folder_name(machine: Mapping[str, Any]) -> str:

@@ -1,11 +1,11 @@
-"""Lists the lines about CUDA, streams, events, graphs and memory that no test has executed. Part of `make test-full`.
+"""Lists the lines about CUDA, streams, events, graphs and memory that no test has executed. See `make test-gpu-lines`.
 
     coverage run -m pytest [options and files]    # any number of runs; also counts child processes
     python tests/cuda_lines.py                    # combines all runs since `coverage erase`
 
 cuda_lines.txt lists lines that need not be executed: a reason, and below it lines "path: text". An entry excuses each
-line of a file, or of the files in a folder, that contains the text. Exits with 1 if there are other lines, or entries
-that excuse no line.
+line of a file, or of the files in a folder, that contains the text. Exits with 1 if there are other lines. Also prints
+entries that excuse no line, which may differ between CPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coverage import Coverage
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 FOLDERS = ("vit_fast", "kernels", "export", "benchmarks")
-MENTIONS = re.compile(r"cuda|(?<![a-z])stream|(?<![a-z])event|(?<!para)graph|memory", re.IGNORECASE)
+MENTIONS = re.compile(r"cuda|(?<![a-z])stream(?!ed)|(?<![a-z])event|(?<!para)(?<!full)graph|memory", re.IGNORECASE)
 
 
 def lines_of(code: CodeType) -> Iterator[int]:
@@ -53,8 +53,7 @@ def main() -> int:
                     print(f"not executed: {file}:{number}: {code}")
                     status = 1
     for start, part in sorted(unused):
-        print(f"excuses no line: {start}: {part}")
-        status = 1
+        print(f"excuses no line on this machine: {start}: {part}")
     return status
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from pretend_gpu import BYTES_PER_MS, DEVICE_MS, HOST, Machine, tensors_in
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -123,6 +124,8 @@ COPIES = {"aten::copy_", "aten::_foreach_copy_", "aten::set_"}
 class Operators(TorchDispatchMode):
     """Marks the outputs of operators, refuses what CUDA refuses, and lets time pass."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, machine: Machine) -> None:
         super().__init__()
         self.machine = machine
@@ -144,6 +147,11 @@ class Operators(TorchDispatchMode):
             on = machine.here.allocating
         if on is not None and name in READS:
             machine.wait(on, name)
+        if isinstance(func, HigherOrderOperator):  # e.g. FlexAttention, which consists of other operators
+            with without_modes():
+                result = func(*args, **kwargs)
+            machine.work(on, DEVICE_MS, name)
+            return pytree.tree_map_only(Tensor, lambda one: machine.own(one, on), result)
         is_random = on is not None and torch.Tag.nondeterministic_seeded in func.tags
         with machine.drawing(on) if is_random else contextlib.nullcontext():
             result = func(*args, **kwargs)

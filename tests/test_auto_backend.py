@@ -211,11 +211,13 @@ def test_converting_a_model_resolves_auto_again(gpu: list[torch.device]) -> None
     assert rows["triton"][0] == "selected by backend='auto'" and "triton computes fp32 in TF32" in rows["triton"][1]
 
 
-def test_auto_is_sdpa_on_the_cpu() -> None:
+def test_auto_is_sdpa_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     report = vit_fast.fuse(_model())
     assert "backend sdpa: triton cannot run here: tensors must be on a CUDA device, got the CPU" in str(report)
     assert vit_fast.fuse(_model(), backend="sdpa").backend_reasons == ()
     assert ops.attention(*torch.randn(3, 1, 2, 5, 16)).shape == (1, 2, 5, 16)
+    monkeypatch.setattr(backends, "interpreter_is_active", lambda: False)
+    assert "set TRITON_INTERPRET=1" in backends._static_reasons.__wrapped__(torch.device("cpu"))[0]
 
 
 FORK = """

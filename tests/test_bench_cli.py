@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from bench_support import assert_no_speed, breaking, shrink
@@ -64,6 +65,10 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(finished: tuple[P
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path, record: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(records.os, "fsync", Mock(side_effect=KeyboardInterrupt))
+        records.Journal.begin(target, {"request": {}})
+    assert not [*tmp_path.iterdir()]
     begun = records.Journal.begin(target, {"request": {}, "machine": record["machine"]})
     with pytest.raises(IsADirectoryError):
         begun.finish({"a": b"a", ".": b"cannot be written"}, keep=False)

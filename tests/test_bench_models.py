@@ -131,6 +131,7 @@ def test_a_model_of_any_class_runs_in_onnx_runtime(folder: Path) -> None:
         ("--batch-sizes 99999999999", "batch size 99999999999 needs at least"),
         ("--resume folder --train", "must be the only argument"),
         ("--models vit_test --device toaster", "toaster"),
+        ("--models vit_test --device meta", "device must be auto, cpu, cuda or cuda:N, got 'meta'"),
         ("--data host --device cpu", "got host"),
         ("--models vit_test --time-budget -1", "--time-budget must be >= 0"),
         ("--seconds -1", "--seconds must be finite and >= 0"),

@@ -96,6 +96,7 @@ def test_unavailable_candidates_state_the_reason(model, images, exported) -> Non
     int8 = Candidate("onnxruntime", precision="int8")
     for choice, given, example, reason in (
         (Candidate(graphs=True), model, images, "CUDA"),
+        (Candidate(graphs=True), Around(lambda m, *_: m.inner(images)), (images, images), "that takes one tensor"),
         (Candidate(frozen=True), model, images, "vit_fast.freeze supports no module of the model"),
         (FUSED, plain, images, "supports no module of the model"),
         (FUSED, hooked, images, r"hooks of blocks\.0 would not run"),

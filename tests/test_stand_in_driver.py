@@ -129,6 +129,10 @@ def test_planned_launches_are_legal(environment: dict[str, str], arch: str, ever
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET must be unset"):
         stand_in_driver.install("sm_90")
+    monkeypatch.setattr(stand_in_driver, "is_interpreted", lambda: False)
+    monkeypatch.setattr(stand_in_driver.device, "stand_in", True)
+    with pytest.raises(RuntimeError, match="already installed in this process"):
+        stand_in_driver.install("sm_90")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="a machine without a GPU"):
         stand_in_driver.install("sm_90")
