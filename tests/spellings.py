@@ -312,9 +312,28 @@ class Parallel(nn.Module):
         return x + self.gamma * (y + self.fc2(F.gelu(hidden)))
 
 
+class Modulated(SelfAttention):
+    """Norms and LayerScale from one table, as in DiT, a low-rank update of qkv, and an RMSNorm of 1 + weight."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.table, self.weight = nn.Parameter(torch.ones(1, 3, width)), nn.Parameter(torch.zeros(width))
+        self.down, self.up = nn.Parameter(torch.ones(2, width)), nn.Parameter(torch.ones(3 * width, 2) / width)
+        self.norm, self.gate = nn.RMSNorm(width, eps=1e-6, elementwise_affine=False), nn.Parameter(torch.ones(1))
+        self.mlp = nn.Sequential(nn.Linear(width, 96), nn.GELU(), nn.Linear(96, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift, scale, gate = self.table.chunk(3, 1)
+        y = F.rms_norm(x, x.shape[-1:], eps=1e-6) * scale
+        y = F.linear(y, self.to_qkv.weight + self.up @ self.down, self.to_qkv.bias + shift[0, 0].mean())
+        q, k, v = y.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + gate * self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.gate.tanh() * self.mlp(self.norm(x) * (1 + self.weight))
+
+
 BLOCKS: list[Any] = [
     Packed, HeadsFirst, ChannelsFirst, Separate, Einsum, Tutorial, SequenceFirst, Flat, Residuals, Grouped, Tiled,
-    ListOfHeads,
+    ListOfHeads, Modulated,
 ]  # fmt: skip
 OTHER_BLOCKS: list[Any] = [PostNorm, NormedBranch, NormedResidual, Parallel]  # not pre-norm blocks
 

@@ -48,7 +48,7 @@ def fused_net(block: Any, backend: str = "eager", **options: Any) -> Net:
     return model
 
 
-@pytest.mark.fast_cases("Packed", "Tutorial", "SequenceFirst", "PostNorm", "Tiled", "Parallel")
+@pytest.mark.fast_cases("Packed", "Tutorial", "SequenceFirst", "PostNorm", "Tiled", "Parallel", "Modulated")
 @pytest.mark.parametrize("block", [*BLOCKS, *OTHER_BLOCKS], ids=lambda block: block.__name__)
 def test_spellings(block: Any) -> None:
     """Every spelling is fused; outputs and gradients are equal; training, freeze and unfuse work."""

@@ -222,7 +222,7 @@ def test_skipped_attention_is_named_once() -> None:
 
 
 def test_skipped_blocks_are_named_with_all_they_contain() -> None:
-    """Also if one of several parts is fused, or values are computed after the softmax."""
+    """Also if one of several parts is fused, values are computed after the softmax, or there is no softmax."""
 
     class Reversed(ListOfHeads):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -238,5 +238,15 @@ def test_skipped_blocks_are_named_with_all_they_contain() -> None:
     report = vit_fast.fuse(Net(Reversed, depth=1), "eager", example=torch.randn(2, 3, 20, 16))
     assert [(row.name, row.part) for row in report.fused] == [("layers.0.mlp", "MLP")]
     assert [(row.name, row.part) for row in report.skipped] == [("layers.0", "attention")]
+
+    class ByHand(Variant):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            weights = (q @ k.mT).exp()
+            x = x + self.out(self.mixed(weights @ v / weights.sum(-1, keepdim=True)))
+            return x + self.mlp(self.norm2(x))
+
+    report = vit_fast.fuse(Net(ByHand, depth=2), "eager", example=torch.randn(2, 3, 20, 16))
+    assert [(row.name, row.part) for row in report.skipped] == [("layers.0", "attention"), ("layers.1", "attention")]
     report = vit_fast.fuse(Net(Inline, depth=1), "eager", example=torch.randn(2, 3, 20, 16))
     assert [(row.name, row.part) for row in report.skipped] == [("layers.0", "attention, norm + MLP")]

@@ -38,6 +38,17 @@ class Causal(Variant):
         return scores + torch.full(scores.shape[-2:], -torch.inf).triu(1)
 
 
+class Slopes(Variant):
+    """Attention with linear biases, whose slopes are created in the default dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1])
+        bias = (positions - positions[:, None]).abs() * -(0.5 ** torch.arange(1, self.heads + 1)).view(-1, 1, 1)
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(self.mixed(F.scaled_dot_product_attention(q, k, v, attn_mask=bias)))
+        return x + self.mlp(self.norm2(x))
+
+
 class Cosine(Variant):
     """Cosine attention with a learned scale per head, and a bias from an MLP: Swin v2."""
 
@@ -67,9 +78,9 @@ class MaskAttribute(SequenceFirst):
         return self.attn(y, y, y, need_weights=False, attn_mask=self.attn_mask.to(y.dtype))[0]
 
 
-@pytest.mark.fast_cases("MaskBuffer", "Cosine")
+@pytest.mark.fast_cases("MaskBuffer", "Slopes", "Cosine")
 @pytest.mark.parametrize(
-    "block", [ZeroBias, MaskBuffer, Causal, Cosine, MaskAttribute], ids=lambda block: block.__name__
+    "block", [ZeroBias, MaskBuffer, Causal, Slopes, Cosine, MaskAttribute], ids=lambda block: block.__name__
 )
 def test_constant_terms_of_the_scores(block: Any) -> None:
     """Masks, biases and scales that a module computes from its tensors follow these tensors, also after freeze."""
@@ -96,7 +107,7 @@ def test_constant_terms_of_the_scores(block: Any) -> None:
         assert runs_fused(model, lambda: model(x))
         for given in (copy.deepcopy(model), model):
             torch.testing.assert_close(given(x), original(x), rtol=1e-5, atol=1e-5)
-        if block in (MaskBuffer, Causal):  # another number of tokens runs the original
+        if block in (MaskBuffer, Causal, Slopes):  # another number of tokens runs the original
             torch.testing.assert_close(model(x[:, :9]), original(x[:, :9]), rtol=1e-5, atol=1e-5)
 
 

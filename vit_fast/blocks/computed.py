@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator as operators
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from .parts import CLASSES, Derived, Slot, tensor_of
 
-Step = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]  # an ATen operator with its overload, and arguments
+# An ATen operator with its overload, or a function of the module `operator`, and arguments
+Step = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 RESULT, DEVICE, DTYPE, LARGEST = "result", "device", "dtype", "largest"  # in steps: (RESULT, number), (DEVICE,), ...
 
 
@@ -32,7 +34,7 @@ class Computed(Derived):
         results = [tensor_of(*slot) for slot in self.slots]
         for name, args, kwargs in self.steps:
             packet, _, overload = name.partition(".")
-            operator = getattr(getattr(torch.ops.aten, packet), overload)
+            operator = getattr(getattr(torch.ops.aten, packet), overload) if overload else getattr(operators, packet)
             given = {own: _argument(each, results, like) for own, each in kwargs}
             results.append(operator(*(_argument(each, results, like) for each in args), **given))
         tensor: Tensor = results[self.output]

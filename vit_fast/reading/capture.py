@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -76,6 +76,8 @@ def _randomized(tensor: Tensor, generator: torch.Generator) -> Tensor:
     if not tensor.is_floating_point() and not tensor.is_complex():
         return tensor.flip(tuple(range(tensor.dim())))  # e.g. an index, whose values must stay valid
     random = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+    if tensor.dim() == 1 and not isinstance(tensor, nn.Parameter):
+        return 0.7 + 0.3 * random.abs()  # e.g. a variance
     return 0.7 + 0.3 * random if tensor.dim() < 2 else random * tensor.shape[-1] ** -0.5
 
 
@@ -119,7 +121,19 @@ def _guarded(forward: Callable[[Tensor], Tensor], shape: tuple[int, ...], symbol
 
 
 class InDouble(TorchFunctionMode):
-    """Casts to fp64 instead of fp32, for copies in fp64 of modules that compute norms or softmax in fp32."""
+    """Casts to fp64 instead of fp32, for copies in fp64 of modules that compute norms or softmax in fp32.
+
+    New tensors are fp64 too, for example slopes of positions.
+    """
+
+    def __enter__(self) -> Self:
+        self.default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+
+    def __exit__(self, *error: Any) -> None:
+        torch.set_default_dtype(self.default)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = Tensor.double if func is Tensor.float else func

@@ -78,7 +78,7 @@ def _step(graph: Graph, node: fx.Node, numbers: dict[fx.Node, int]) -> Step:
         return "full.default", (tuple(value.shape), _encoded(fill, numbers)), kwargs
     target: Any = node.target
     named = tuple((own, _encoded(each, numbers)) for own, each in node.kwargs.items())
-    name = f"{target.overloadpacket.__name__}.{target._overloadname}"
+    name = f"{target.overloadpacket.__name__}.{target._overloadname}" if operator_of(node) else target.__name__
     return name, tuple(_encoded(each, numbers) for each in node.args), named
 
 

@@ -18,8 +18,8 @@ from .constants import computed, derived
 
 TOLERANCE = 1e-5  # relative; modules that compute norms or softmax in fp32 differ by 1e-7
 
-_MATMULS = {"matmul", "bmm", "einsum", "baddbmm", "mm"}
-_PROJECTIONS = {*_MATMULS, "linear", "addmm"}
+MATMULS = {"matmul", "bmm", "einsum", "baddbmm", "mm"}
+_PROJECTIONS = {*MATMULS, "linear", "addmm"}
 _SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
 _CHANGES = {"add", "sub", "masked_fill", "where", "tanh", "clamp"}  # of scores, apart from their scale
 
@@ -88,14 +88,29 @@ class Vectors:
         self.graph, self.values = graph, graph.values
 
     def _scales(self, before: fx.Node, after: fx.Node, width: int) -> list[Slot | None]:
-        slots = self.graph.parameters_between(before, after) if before is not after else []
-        return [None, *(slot for slot in slots if tensor_at(slot).shape == (width,))]
+        return [None, *(self._vectors(before, after, width) if before is not after else [])]
+
+    def _vectors(self, before: fx.Node, after: fx.Node, width: int) -> list[Slot]:
+        """Returns the vectors [width] that enter between two nodes, also those computed from parameters."""
+        slots = self.graph.parameters_between(before, after)
+        found = [slot for slot in slots if tensor_at(slot).shape == (width,)]
+        entering = dict.fromkeys(each for node in self.graph.path(before, after) for each in node.all_input_nodes)
+        for node in entering:
+            value = self.values[node]
+            if not isinstance(value, Tensor) or self.graph.is_live(node) or not self.graph.depends(node):
+                continue
+            if value.is_floating_point() and value.numel() in (1, width) and value.shape[-1:] in ((), (1,), (width,)):
+                vector = value.flatten().expand(width)
+                if not any(is_equal(vector, tensor_at(slot)) for slot in found):
+                    slot = derived(self.graph, (computed(self.graph, node),), "flatten.using_ints")
+                    found.append(derived(self.graph, (slot,), "expand.default", (width,)))
+        return found
 
     def _norm(self, x: Tensor, target: Tensor, before: fx.Node, after: fx.Node) -> NormParts | None:
         """Returns the norm that maps the tokens x to target, with parameters that enter between two nodes."""
         if x.shape[-1] != target.shape[-1] or x.numel() != target.numel():
             return None
-        slots = [slot for slot in self.graph.parameters_between(before, after) if tensor_at(slot).shape == x.shape[-1:]]
+        slots = self._vectors(before, after, x.shape[-1])
         for eps, kind in itertools.product(self._epsilons(before, after), ("layer_norm", "rms_norm")):
             for weight, bias in itertools.product((*slots, None), (*slots, None) if kind == "layer_norm" else (None,)):
                 norm = NormParts(weight, bias, kind, eps)
@@ -171,9 +186,19 @@ def _linear(graph: Graph, node: fx.Node) -> Linear | None:
     (source,) = graph.live_inputs(node)
     x, y = graph.values[source], graph.values[node]
     weights = tuple(slot for slot in graph.parameters_between(source, node) if tensor_at(slot).dim() == 2)
-    fits = y.shape[:-1] == x.shape[:-1] and all(tensor_at(slot).shape[1] == x.shape[-1] for slot in weights)
-    if not weights or not fits:
+    if y.shape[:-1] != x.shape[:-1]:
         return None
+    if weights and all(tensor_at(slot).shape[1] == x.shape[-1] for slot in weights):
+        found = _product(graph, node, source, weights)
+        if found is not None:
+            return found
+    weights = _computed_weight(graph, node)
+    return _product(graph, node, source, weights) if weights else None
+
+
+def _product(graph: Graph, node: fx.Node, source: fx.Node, weights: tuple[Slot, ...]) -> Linear | None:
+    """Returns the linear layer with these weights if a node computes it or an equal part of it."""
+    x, y = graph.values[source], graph.values[node]
     weight = torch.cat([tensor_at(slot) for slot in weights])
     count, rest = divmod(weight.shape[0], y.shape[-1])
     for i in range(0 if rest else count):
@@ -186,6 +211,19 @@ def _linear(graph: Graph, node: fx.Node) -> Linear | None:
                 return Linear(user, source, weights, tuple(slots), (i, count))
         return Linear(node, source, weights, biases, (i, count))
     return None
+
+
+def _computed_weight(graph: Graph, node: fx.Node) -> tuple[Slot, ...]:
+    """Returns the weight [out, in] of a product if it is computed from parameters, e.g. with a low-rank update."""
+    shape = graph.values[node].shape[-1], graph.values[graph.live_inputs(node)[0]].shape[-1]
+    for each in node.all_input_nodes:
+        if not graph.is_live(each) and graph.depends(each) and len(graph.values[each].shape) == 2:
+            slot = computed(graph, each)
+            if operator_of(node) != "linear":
+                slot = derived(graph, (slot,), "t.default")
+            if tensor_at(slot).shape == shape:
+                return (slot,)
+    return ()
 
 
 def _biases(
@@ -223,9 +261,9 @@ def cores_of(graph: Graph) -> Iterator[Core]:
         live = graph.live_inputs(node)
         if operator_of(node) == "scaled_dot_product_attention" and live:
             yield _sdpa(graph, node)
-        if operator_of(node) not in _MATMULS or node in used or len(live) < 2:
+        if operator_of(node) not in MATMULS or node in used or len(live) < 2:
             continue
-        following = [each for each in graph.nodes if operator_of(each) in _MATMULS and node in graph.ancestors[each]]
+        following = [each for each in graph.nodes if operator_of(each) in MATMULS and node in graph.ancestors[each]]
         mix = next((each for each in following if len(graph.live_inputs(each)) > 1), None)
         path = [] if mix is None else graph.path(node, mix)
         softmax = next((each for each in path if operator_of(each) in _SOFTMAX), None)

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from ..blocks.parts import NO_NORM, AttentionParts, MlpParts, tensor_at
 from ..ops import reference
 from .capture import Graph, UnreadableError, operator_of
-from .elements import same_tokens
+from .elements import MATMULS, same_tokens
 from .halves import NORM_ENDS, Halves
 
 Parts = TypeVar("Parts", AttentionParts, MlpParts)
@@ -84,6 +84,8 @@ class Matcher(Halves):
     def read(self, reading: Reading) -> Reading:
         x = reading.batched(self.values[self.graph.input])
         if not self.cores:
+            if any(operator_of(node) in MATMULS and len(self.graph.live_inputs(node)) > 1 for node in self.graph.nodes):
+                raise UnreadableError("it multiplies tokens by tokens, but not as softmax(scale * q k^T) v")
             mlp, branch, end = self.mlp_half(x, self.graph.input, self.linears)
             return replace(reading, mlp=self._ended(mlp, x, branch, end))
         attention, branch, proj = self.attention_half(x)

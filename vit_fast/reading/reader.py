@@ -36,9 +36,11 @@ from .proof import (
 )
 
 SMALL = (2, 7)  # batch size and number of tokens of a capture, if the forward supports any
-_SOFTMAX = {"_softmax", "_safe_softmax"}
+_SOFTMAX = {"_softmax", "_safe_softmax"}  # their inputs may be no scores, e.g. of a router
 _ACTIVATIONS = {"gelu", "relu", "silu", "sigmoid", "tanh", "erf"}
 _PRODUCTS = {"bmm", "baddbmm", "mm", "addmm"}
+_KINDS = ("", "parameter", "activation", "scores", "attention")  # "scores" is any product of two activations
+_NOTHING: tuple[str, list[nn.Module]] = ("", [])
 # Relative error of a module's parts on the example in the model's dtype
 EXAMPLE_LIMITS = {torch.float32: 1e-3, torch.float64: 1e-5}
 
@@ -187,34 +189,46 @@ class _Recorder(TorchDispatchMode):
         self.stack: list[nn.Module] = []  # modules whose forward runs
         self.records: dict[nn.Module, Record] = {}
         self.found, self.model = found, model
-        # what computed a tensor since the last product, "softmax" or "activation", and the modules that ran then
-        self.origins: Any = WeakTensorKeyDictionary()
+        self.origins: Any = WeakTensorKeyDictionary()  # of tensors; see `_origin`
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.origins[tensor] = "parameter", []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
         output = func(*args, **(kwargs or {}))
-        tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
-        given = sorted((self.origins[each] for each in tensors if each in self.origins), key=lambda each: each[0])
-        if name.startswith("_scaled_dot_product"):
-            self._count(self.stack)
-        elif name in _PRODUCTS:
-            for kind, stack in given[-1:]:
-                inside = [part for part, other in zip(stack, self.stack) if part is other]  # softmax may be a module
-                if kind == "softmax" and name != "addmm":
-                    self._count(inside)
-                elif kind == "activation":
-                    self.found.mlps.update(inside[-1:])
-        elif isinstance(output, Tensor):
-            kind = "softmax" if name in _SOFTMAX else "activation" if name.rstrip("_") in _ACTIVATIONS else None
-            if kind:
-                self.origins[output] = kind, list(self.stack)
-            elif given and not (name == "add" and sum(each.dim() > 0 for each in tensors) > 1):  # of a residual
-                self.origins[output] = given[-1]
+        origin = self._origin(
+            func.overloadpacket.__name__.rstrip("_"), [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        )
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and (origin[0] or each in self.origins):
+                self.origins[each] = origin
         return output
 
-    def _count(self, stack: list[nn.Module]) -> None:
+    def _origin(self, name: str, tensors: Sequence[Tensor]) -> tuple[str, list[nn.Module]]:
+        """Returns what an operator computes, one of _KINDS, and the modules in which this began."""
+        given: list[tuple[str, list[nn.Module]]] = [self.origins.get(each, _NOTHING) for each in tensors]
+        kind, began = strongest = max(given, key=lambda each: _KINDS.index(each[0]), default=_NOTHING)
+        kinds, now = {each for each, _ in given}, list(self.stack)
+        if "scaled_dot_product" in name:
+            return "attention", self._count(now)
+        if name in _PRODUCTS:
+            inside = [part for part, other in zip(began, now) if part is other]  # e.g. the softmax may be a module
+            if "parameter" not in kinds:
+                return ("attention", self._count(inside)) if kind == "scores" else ("scores", now)
+            if kind == "activation":
+                self.found.mlps.update(inside[-1:])
+            return strongest if kind == "scores" else _NOTHING  # a linear layer may mix the scores of heads
+        if name in _SOFTMAX:
+            return "scores", now
+        if name in _ACTIVATIONS and kind in ("", "activation"):
+            return "activation", now
+        is_sum = name == "add" and sum(each.dim() > 0 for each in tensors) > 1
+        ends = is_sum if kind in ("activation", "attention") else kind == "parameter" and len(kinds) > 1
+        return _NOTHING if ends else strongest
+
+    def _count(self, stack: list[nn.Module]) -> list[nn.Module]:
         self.found.cores.update(set(stack))
         self.found.own.update(stack[-1:])
+        return list(stack)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.stack.append(module)
