@@ -62,6 +62,7 @@ def test_gradcheck_of_the_reference() -> None:
         ({"bias": (2, 6, 11)}, r"bias must have shape \[1 or 4, 1 or 2, 6, 12\] on .*, got \[1, 2, 6, 11\]"),
         ({"bias": (6, 12)}, r"bias must have shape .* got \[6, 12\]"),
         ({"window_mask": (2, 6, 6)}, r"window_mask must have shape \[any, 6, 12\]"),
+        ({"window_mask": (0, 6, 12)}, r"window_mask must have at least one window, got \[0, 6, 12\]"),
         ({"scale": (3,)}, r"scale must have shape \[2\]"),
         ({"rel": ((4, 2, 6, 5), (4, 2, 6, 2))}, r"rel must have Kh \* Kw = 12, the number of keys, got 5 \* 2"),
         ({"rel": ((4, 2, 5, 6), (4, 2, 6, 2))}, r"rel_h must have shape \[4, 2, 6, any\]"),

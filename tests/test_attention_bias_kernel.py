@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from bias_support import FORMS, bias_inputs, formula, in_dtype, output_and_gradients
@@ -9,6 +13,8 @@ from kernel_execution import DTYPES
 from kernel_support import DEVICE, assert_as_exact_as_eager
 from mlp_support import check_case, make_block
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast import ops
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
@@ -74,3 +80,73 @@ def test_a_block_with_every_term() -> None:
     With two heads, the error of the gradient of scale would be the maximum of two random numbers.
     """
     check_case(make_block(torch.float16, tokens=(2, 24), heads=8, terms=True))
+
+
+def _every_term(kind: str) -> tuple[Callable[..., Tensor], dict[str, Any], Tensor]:
+    """Returns a function with its arguments, and the gradient of its output: attention, or a block in windows."""
+    if kind == "block":
+        case = make_block(torch.float32, tokens=(2, 24), terms=True)
+        return lambda x: case.but(x=x).fused()[0], {"x": case.x}, case.grad
+    forms = ("masked", "window_mask", "rel" if kind == "rel" else "rel tables", "scale")
+    made = bias_inputs(forms, (4, 2, 12, 12, 16), grid=4)
+    do = torch.randn(4, 2, 12, 16, device=DEVICE)
+    if kind != "packed":
+        return functools.partial(ops.attention, backend="triton"), made, do
+    qkv = torch.stack([made.pop(name).detach() for name in "qkv"], 2).transpose(1, 3).requires_grad_()
+    return functools.partial(ops.attention_qkvpacked, backend="triton"), {"qkv": qkv} | made, do.transpose(1, 2)
+
+
+@pytest.mark.fast_cases("packed-autocast")
+@pytest.mark.parametrize("mode", ["checkpoint", "autocast", "compile", "compile, dynamic", "export"])
+@pytest.mark.parametrize("kind", ["rel", "packed", "block"])
+def test_modes_of_torch(kind: str, mode: str) -> None:
+    """Outputs and gradients equal those of a plain call; torch.export writes torch's attention with a mask."""
+    function, made, do = _every_term(kind)
+    expected, other, tolerance = output_and_gradients(function, made, do), function, 1e-4
+    if mode == "checkpoint":
+        other = functools.partial(checkpoint, function, use_reentrant=False)
+    elif mode == "autocast":
+        other, tolerance = torch.autocast(DEVICE.type, torch.bfloat16)(function), 0.2
+        assert other(**made).dtype == (torch.float32 if kind == "block" else torch.bfloat16)
+    elif mode == "export" and kind == "block":
+        pytest.skip("a block is exported by its modules: test_reading_terms.py")
+    elif mode == "export":
+
+        class Module(torch.nn.Module):
+            def forward(self, **made: Any) -> Tensor:
+                return function(**made)
+
+        graph = torch.export.export(Module(), (), in_dtype(made, torch.float32)).module()
+        names = [str(node.target) for node in graph.graph.nodes]
+        assert "aten.scaled_dot_product_attention.default" in names and not any("vit_fast" in name for name in names)
+        torch.testing.assert_close(graph(**made), expected["o"], rtol=1e-4, atol=1e-4)
+        return
+    else:
+        torch._dynamo.reset()
+        other = torch.compile(function, fullgraph=True, dynamic=mode != "compile", backend="aot_eager")
+    found = output_and_gradients(other, made, do)
+    for name, value in found.items():
+        assert value.dtype == expected[name].dtype or name == "o"
+        atol = tolerance * max(1.0, float(expected[name].abs().max()))
+        torch.testing.assert_close(value.float(), expected[name], rtol=0, atol=atol, msg=name)
+
+
+def test_flop_of_tables() -> None:
+    """The tables of rel take a matmul with q in the forward, and three in the backward, which computes it again."""
+    function, made, do = _every_term("packed")
+    with FlopCounterMode(display=False) as forward:
+        o = function(**made)
+    with FlopCounterMode(display=False) as backward:
+        o.backward(do)
+    attention, tables = 4 * 4 * 2 * 12 * 12 * 16, 2 * 4 * 2 * 12 * 16 * (3 + 4)
+    assert forward.get_total_flops() == attention + tables
+    assert backward.get_total_flops() == attention * 5 // 2 + 3 * tables
+
+
+@pytest.mark.parametrize(("kind", "runs"), [("packed", 1), pytest.param("packed", 250, marks=pytest.mark.slow)])
+def test_gradients_are_bitwise_equal(kind: str, runs: int) -> None:
+    function, made, do = _every_term(kind)
+    first = output_and_gradients(function, made, do)
+    for _ in range(runs):
+        again = output_and_gradients(function, made, do)
+        assert all(torch.equal(again[name], value) for name, value in first.items())

@@ -32,6 +32,7 @@ Resources: registers per thread, stack_bytes, shared_bytes, ctas_per_sm, warps. 
 
 - instructions (all but NOP), spill_loads, spill_stores, async_copies, tma_loads, tma_stores, hgmma, hmma, tcgen05
 - e4m3: MMAs with e4m3; early_accesses: accesses to global memory before griddepcontrol.wait
+- atomics: atomic operations on global memory, which would make sums depend on the order of programs
 - grid_waits: griddepcontrol.wait; grid_starts: griddepcontrol.launch_dependents (ptx.py)
 - wgmma_waits: waits for wgmma; if the PTX has fewer (wgmma_waits_in_ptx), ptxas has serialized wgmma
 """
@@ -44,6 +45,7 @@ _MUST_STAY = ("hgmma", "tcgen05", "tma_loads", "tma_stores")
 _RECORDED = ("registers", "instructions", "spills", "shared_bytes", "ctas_per_sm", "hmma", *_MUST_STAY)
 
 _GLOBAL_ACCESSES = {"ATOM", "ATOMG", "LD", "LDG", "LDGSTS", "RED", "REDG", "ST", "STG", "UBLKCP", "UTMALDG", "UTMASTG"}
+_ATOMICS = ("ATOM", "ATOMG", "RED", "REDG")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
 
 
@@ -95,7 +97,7 @@ def compile_stats(launch: Launch, arch: str) -> Stats:
         "e4m3": mix["QGMMA"] + mix["QMMA"] + mix["UTCQMMA"],
         "tma_loads": mix["UTMALDG"], "tma_stores": mix["UTMASTG"], "async_copies": mix["LDGSTS"],
         "grid_waits": mix["ACQBULK"], "grid_starts": mix["PREEXIT"], "early_accesses": early_accesses(sass),
-        "wgmma_waits": sass.count("WARPGROUP.DEPBAR"),
+        "wgmma_waits": sass.count("WARPGROUP.DEPBAR"), "atomics": sum(mix[name] for name in _ATOMICS),
         "wgmma_waits_in_ptx": compiled.asm["ptx"].count("wgmma.wait_group"),
     }  # fmt: skip
     limits, warps = architecture(arch), stats["warps"]
@@ -122,6 +124,8 @@ def problems(build: Build, stats: Stats, arch: str) -> list[str]:
         found.append(f"wgmma is serialized: {stats['wgmma_waits']} waits in SASS, {stats['wgmma_waits_in_ptx']} in PTX")
     dependent = ("grid_waits", "grid_starts") if build.launch.constants.get("DEPENDENT") else ()
     found += [f"no {name} in the machine code" for name in (*build.needs, *dependent) if not stats[name]]
+    if stats["atomics"]:
+        found.append(f"{stats['atomics']} atomic operations on global memory")
     if stats["early_accesses"]:
         found.append(f"{stats['early_accesses']} accesses to global memory before griddepcontrol.wait")
     if stats["shared_bytes"] > (most := architecture(arch).shared_bytes_per_block):

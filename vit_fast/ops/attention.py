@@ -166,8 +166,12 @@ def _attend(
     if keys is not None:
         check_keys(keys, first.shape[0], first.shape[1] if len(qkv) == 1 else qkv[1].shape[2], first.device)
     if terms is not None:
-        q, k, _ = heads_first(qkv)
-        terms = checked_terms(terms, keys, (*q.shape[:3], k.shape[2], q.shape[3]), q.device, q.dtype)
+        if len(qkv) == 1:
+            batch, tokens, _, heads, width = (1, *first.shape)[-5:]
+            sizes = batch, heads, tokens, tokens, width
+        else:
+            sizes = (*first.shape[:3], qkv[1].shape[2], first.shape[3])
+        terms = checked_terms(terms, keys, sizes, first.device, qkv[0].dtype)
     if runs_kernel:
         return run_attention(qkv, cu_seqlens, key_mask, max_seqlen, softmax_scale(first, scale), terms)
     if terms is not None and terms.groups is not None:

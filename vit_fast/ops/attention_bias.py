@@ -41,18 +41,15 @@ def checked_terms(
             got = f"{groups.dtype} {list(groups.shape)}"
             raise ValueError(f"groups must be torch.int32 or torch.int64 [W, n] with W * n = {N}, got {got}")
         B, N, M = B * groups.shape[0], groups.shape[1], groups.shape[1]
-    bias = terms.bias
-    if bias is not None and bias.dim() == 3:
-        bias = bias[None]
+    if terms.bias is not None and terms.bias.dim() == 3:
+        terms = terms._replace(bias=terms.bias[None])
     tables = has_tables(terms)
     of_rel = (None, None, (D,)) if tables else ((B,), (H,), (N,), None)
     wanted: dict[str, tuple[Any, ...]] = {
         "bias": ((1, B), (1, H), (N,), (M,)), "window_mask": (None, (N,), (M,)), "rel_h": of_rel, "rel_w": of_rel,
         "scale": ((H,),),
     }  # fmt: skip
-    terms = terms._replace(bias=bias)
-    for name, sizes in wanted.items():
-        tensor = getattr(terms, name)
+    for (name, sizes), tensor in zip(wanted.items(), terms):
         if tensor is None:
             continue
         fits = tensor.dim() == len(sizes) and all(
@@ -63,15 +60,19 @@ def checked_terms(
             got = f"{list(tensor.shape)} on {tensor.device}"
             raise ValueError(f"{name} must have shape [{', '.join(shown)}] on {device}, got {got}")
         if tensor.dtype not in (dtype, torch.float32):
-            raise ValueError(f"{name} must be torch.float32 or {dtype} like q, got {tensor.dtype}")
+            accepted = " or ".join(dict.fromkeys(map(str, (torch.float32, dtype))))
+            raise ValueError(f"{name} must be {accepted} like q, got {tensor.dtype}")
     if terms.rel_h is not None and terms.rel_w is not None:
         sides = [("Kh * Kw", 1 if tables else 3, M, "keys"), *([("h * w", 0, N, "queries")] if tables else [])]
         for name, axis, count, what in sides:
             high, wide = terms.rel_h.shape[axis], terms.rel_w.shape[axis]
             if high * wide != count:
                 raise ValueError(f"rel must have {name} = {count}, the number of {what}, got {high} * {wide}")
-    if terms.window_mask is not None and terms.window_mask.requires_grad and torch.is_grad_enabled():
-        raise ValueError("window_mask must not require a gradient: call .detach(), or pass it as a part of bias")
+    if (mask := terms.window_mask) is not None:
+        if mask.shape[0] == 0:
+            raise ValueError(f"window_mask must have at least one window, got {list(mask.shape)}")
+        if mask.requires_grad and torch.is_grad_enabled():
+            raise ValueError("window_mask must not require a gradient: call .detach(), or pass it as a part of bias")
     return terms
 
 

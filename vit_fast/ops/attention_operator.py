@@ -23,6 +23,7 @@ MAX_HEAD_DIM = 128
 _MAX_GRID = 2**31 - 1
 _SMALLEST_TILE = 32
 _WITH_GRADIENT = ("bias", "rel_h", "rel_w", "scale")
+_OTHERS = ("cu_seqlens", "key_mask", *ScoreTerms._fields)  # tensors of the operator apart from q, k and v
 
 
 def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[str]:
@@ -170,10 +171,14 @@ def run_attention(
     terms: ScoreTerms | None = None,
 ) -> Tensor:  # fmt: skip
     """Calls the operator; for the arguments and the result, see `attention_forward`."""
-    given = {"cu_seqlens": cu_seqlens, "key_mask": key_mask, **(terms._asdict() if terms is not None else {})}
-    given = {name: tensor for name, tensor in given.items() if tensor is not None}
-    bias_grad = "bias" in given and given["bias"].requires_grad
-    out: Tensor = _kernel([*qkv, *given.values()], max_seqlen, scale, text_of(len(qkv), bias_grad, tuple(given)))[0]
+    tensors, names, bias_grad = [*qkv], [], False
+    if cu_seqlens is not None or key_mask is not None or terms is not None:
+        bias_grad = terms is not None and terms.bias is not None and terms.bias.requires_grad
+        for name, tensor in zip(_OTHERS, (cu_seqlens, key_mask, *(terms or ()))):
+            if tensor is not None:
+                names.append(name)
+                tensors.append(tensor)
+    out: Tensor = _kernel(tensors, max_seqlen, scale, text_of(len(qkv), bias_grad, tuple(names)))[0]
     return out
 
 
@@ -202,13 +207,20 @@ def _names(tensors: Sequence[Any], *rest: Any) -> list[str]:
     return [*"qkv"[: len(qkv)], *(name if name in wanted else "" for name in words_of(rest[-1])[2])]
 
 
-def _flop(tensors: Any, max_seqlen: int, scale: float, words: str) -> int:
-    """Returns the matmul FLOPs of the forward; `tensors` are shapes. Assumes max_seqlen keys per packed query."""
+def attention_flop(queries: int, keys: int, terms: Any) -> tuple[int, int]:
+    """Returns the matmul FLOPs of forward and backward, for q with `queries` elements; `terms` contains shapes."""
+    flop, rel = 4 * queries * keys // (1 if terms is None or terms.groups is None else int(terms.groups[0])), 0
+    if terms is not None and terms.rel_h is not None and len(terms.rel_h) == 3:  # tables
+        rel = 2 * queries * (int(terms.rel_h[1]) + int(terms.rel_w[1]))
+    return flop + rel, flop * 5 // 2 + 3 * rel  # the backward computes the scores, and values of rel, again
+
+
+def _flop(tensors: Any, max_seqlen: int, scale: float, words: str) -> tuple[int, int]:
+    """Returns the FLOPs of forward and backward; `tensors` are shapes. Assumes max_seqlen keys per packed query."""
     qkv, cu_seqlens, *_, terms, _ = _unpacked(tensors, max_seqlen, scale, words)
     if cu_seqlens is None:
         max_seqlen = qkv[0][1] if len(qkv) == 1 else qkv[1][2]
-    windows = 1 if terms is None or terms.groups is None else terms.groups[0]
-    return 4 * math.prod(qkv[0]) * max_seqlen // (3 if len(qkv) == 1 else 1) // windows
+    return attention_flop(math.prod(qkv[0]) // (3 if len(qkv) == 1 else 1), max_seqlen, terms)
 
 
 def _backward(grad_output: Tensor, saved: Sequence[Tensor], rest: Any) -> Sequence[Tensor | None]:
@@ -220,7 +232,7 @@ def _backward(grad_output: Tensor, saved: Sequence[Tensor], rest: Any) -> Sequen
 _SETTINGS = "SymInt max_seqlen, float scale, str words"
 _kernel = operator(
     "attention", f"(Tensor[] tensors, {_SETTINGS}) -> (Tensor, Tensor)", _forward, what="attention",
-    fake=lambda *args: _new_output(_unpacked(*args)[0])[::2], flop=_flop,
+    fake=lambda *args: _new_output(_unpacked(*args)[0])[::2], flop=lambda *args: _flop(*args)[0],
     save=lambda args, output: ((*output, *args[0]), args[1:]), backward=_backward,
 )  # fmt: skip
 _backward_kernel = operator(
@@ -229,5 +241,5 @@ _backward_kernel = operator(
     fake=lambda _, tensors, out, lse, *rest: [
         tensor.new_empty(tensor.shape) for name, tensor in zip(_names(tensors, *rest), tensors) if name
     ],
-    flop=lambda _, tensors, out, lse, *rest: _flop(tensors, *rest) * 5 // 2,
+    flop=lambda _, tensors, out, lse, *rest: _flop(tensors, *rest)[1],
 )  # fmt: skip

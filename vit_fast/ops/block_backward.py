@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_operator import attention_gradient, term_names
+from .attention_operator import attention_flop, attention_gradient, term_names
 from .descriptions import BlockTensors, as_matrix
 from .registration import operator, words_of
 from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
@@ -228,19 +228,19 @@ def _parameter_gradients(
 
 
 def block_flop(x: Sequence[int], tensors: Sequence[Any], s: BlockSettings) -> tuple[int, int]:
-    """Returns the FLOPs of the linear layers and of attention in the forward. Takes shapes in place of tensors."""
+    """Returns the FLOPs of forward and backward. Takes shapes in place of tensors."""
     t, qk, *_ = tensors_of(tensors, s)
-    tokens, width, matmuls, attention = math.prod(map(int, x[:-1])), int(x[-1]), 0, 0
+    tokens, width, matmuls, attention = math.prod(map(int, x[:-1])), int(x[-1]), 0, (0, 0)
     if t.qkv_weight is not None:
         inner = int(t.qkv_weight[0]) // 3
         matmuls += 2 * tokens * width * 4 * inner
-        attention = 4 * tokens * inner * (int(x[-2]) if qk.cu_seqlens is None else s.max_seqlen)
-        attention //= 1 if qk.groups is None else int(qk.groups[0])
+        keys = int(x[-2]) if qk.cu_seqlens is None else s.max_seqlen
+        attention = attention_flop(tokens * inner, keys, qk.terms)
     if t.fc2_weight is not None:
         hidden = int(t.fc2_weight[1])  # not fc1_weight[0]: a folded fc1 also contains the rows of the gate
         gated = t.gate_weight is not None or int(t.fc1_weight[0]) != hidden
         matmuls += (6 if gated else 4) * tokens * width * hidden
-    return matmuls, attention
+    return matmuls + attention[0], 2 * matmuls + attention[1]
 
 
 def _fake(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
@@ -253,8 +253,7 @@ def _fake(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> lis
 
 def _flop(grad_output: Any, tensors: Any, *settings: Any) -> int:
     s = BlockSettings.read(settings)
-    matmuls, attention = block_flop(grad_output, tensors[len(saved_names(s)) :], s)
-    return 2 * matmuls + attention * 5 // 2
+    return block_flop(grad_output, tensors[len(saved_names(s)) :], s)[1]
 
 
 block_backward_kernel = operator(
