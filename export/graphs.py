@@ -283,7 +283,8 @@ def optimize(model: ir.Model, options: ExportOptions) -> list[Fusion]:
     common_passes.ClearMetadataAndDocStringPass()(model)
     counts = count_nodes(model)
     normed: list[Any] = [node.inputs[0] for node in model.graph if node.op_type == "LayerNormalization"]
-    skips = [x for x in normed if x.producer() and x.producer().op_type == "Add"]
+    sums = [x.producer() for x in normed if x.producer() and x.producer().op_type == "Add"]
+    skips = [node for node in sums if all(x.const_value is None for x in node.inputs)]  # not of position embeddings
     softmax = [node for node in model.graph if node.op_type == "Softmax" and not node.outputs[0].is_graph_output()]
     unfused = [
         (options.attention, len(softmax), "only scaled_dot_product_attention without a mask is fused"),
