@@ -167,13 +167,14 @@ def device_function(name):
 
 
 def unspecialized(value: int) -> int:
-    """Encodes an integer for a tuple: never 1 and no multiple of 16, on which triton would specialize the kernel."""
-    return 16 * value + 2
+    """Encodes an int32 >= 0 for a tuple: as an int64 that is a multiple of 16, so that all values share a kernel."""
+    return (value << 32) + 2**31
 
 
 @triton.jit
 def decoded(value):
-    return value >> 4
+    # of the full range: if LLVM knew that sizes are below 2^27, it would widen loop counters to int64, and spill
+    return (value >> 32).to(tl.int32)
 
 
 def is_watched(*kernels: Any) -> bool:

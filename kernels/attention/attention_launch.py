@@ -99,7 +99,7 @@ def looped_launch(
     tail = (*cover(rest, step, tails), 0, 0)[:2]
     limits = (
         sequences, None if sequences is None else unspecialized(sequences.shape[0] - 1),
-        key_mask, None if key_mask is None else unspecialized(key_mask.stride(0)),
+        key_mask, None if key_mask is None else 16 * key_mask.stride(0),
     )  # fmt: skip
     loop = block, step, length >= step and fixed, *tail, sum(tail) != rest, config.num_stages
     args, constants = {**args, "limits": limits}, {**constants, "LOOP": loop}

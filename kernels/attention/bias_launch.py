@@ -138,9 +138,9 @@ def _launch(
     args = args | {
         "lse_ptr": call.lse, "scale": call.scale, "sizes": tuple(map(unspecialized, sizes)),
         "terms": (
-            terms.bias, tuple(unspecialized(step // align) for step in bias_strides),  # [B or 1, H or 1, N_q, N_kv]
+            terms.bias, tuple(16 * (step // align) for step in bias_strides),  # [B or 1, H or 1, N_q, N_kv]
             terms.window_mask,  # [W, N_q, N_kv]
-            key_mask, 0 if key_mask is None else unspecialized(key_mask.stride(0)),  # [n_batch, N_kv]
+            key_mask, 0 if key_mask is None else 16 * key_mask.stride(0),  # [n_batch, N_kv]
             terms.rel_h, terms.rel_w,  # [n_batch, H, N_q, Kh], [n_batch, H, N_q, Kw]
             terms.groups,  # [W, n]
             terms.scale,  # [H]

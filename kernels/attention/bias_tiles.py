@@ -123,9 +123,8 @@ def shared_terms(at, terms, sizes, TILE):
     added = tl.where(keys_inside, 0.0, float("-inf"))
     if bias is not None:
         ALIGN: tl.constexpr = TILE[3]
-        bias += tl.cast(window, tl.int64) * (decoded(strides[0]) * ALIGN)
-        bias += tl.cast(h, tl.int64) * (decoded(strides[1]) * ALIGN)
-        values = tl.load(bias + (rows * (decoded(strides[2]) * ALIGN) + keys), mask=inside, other=0.0)
+        bias += (tl.cast(window, tl.int64) * (strides[0] >> 4) + tl.cast(h, tl.int64) * (strides[1] >> 4)) * ALIGN
+        values = tl.load(bias + (rows * (strides[2] >> 4) * ALIGN + keys), mask=inside, other=0.0)
         added = added + values.to(tl.float32) * LOG2_E
     if mask is not None:
         mask += tl.cast(window % n_masks, tl.int64) * n_q * n_kv
@@ -148,7 +147,7 @@ def scores_of(a, b, factor, shared, at, terms, sizes, PRECISION: tl.constexpr):
         values = tl.load(rel_w + (row * width + (keys - grid_row * width)), mask=inside, other=0.0)
         scores += (column + values.to(tl.float32)) * LOG2_E
     if key_mask is not None:
-        start = tl.cast(window, tl.int64) * decoded(terms[4])
+        start = tl.cast(window, tl.int64) * (terms[4] >> 4)
         real = tl.load(key_mask + (start + keys), mask=keys_inside, other=0)
         scores = tl.where(real != 0, scores, float("-inf"))
     return scores
