@@ -31,6 +31,7 @@ These tables list what `vit_fast.fuse` does with each Vision Transformer class, 
 {versions}. The column "outcome" contains:
 
 - **fused**: `fuse` replaces all attention and all norm + MLP modules.
+- **fused; only attention cores in X**: Of X, `fuse` replaces softmax(scale * q k^T) v, and keeps the other operators.
 - **partly**: `fuse` replaces some of these modules. The table contains the reasons for skipping the rest.
 - **skipped**: `fuse` replaces none of these modules. The table contains the reasons.
 - **not checked**: The class needs a package that was not installed, or reading it was stopped.
@@ -40,10 +41,11 @@ These tables list what `vit_fast.fuse` does with each Vision Transformer class, 
 For most other fused classes, `GraphRunner(model, example)` runs CUDA graphs for images of one size.
 
 `fuse` gets no example; it makes one for models that state the size of their images, patches or clips. Each timm class
-is tested with the named model, each transformers class with its default configuration and images of at most 256 pixels,
-both with at most two blocks per stage if possible. Models of transformers with a task head are not tested.
-`make classes` writes this page.
+is tested with the named model, each transformers class with its default configuration. If possible, models have at most
+two blocks per stage, and images at most {most} pixels per side; timm's keep up to 512. Models of transformers with a
+task head are not tested. `make classes` writes this page.
 """
+MOST = 256  # pixels
 CONVOLUTIONAL = {"byobnet", "byoanet", "resnest", "sknet", "cpubone", "lowformer", "mobilenetv5"}  # modules of timm
 # classes of transformers: parts of models, heads, and models that contain a tower; TOWERS are towers in spite of this
 NO_TOWER = re.compile(
@@ -74,7 +76,10 @@ def outcome(model: nn.Module) -> str | None:
     if texts:
         return f"{'partly' if report.fused else 'skipped'}: {'; '.join(texts)}"
     tower = packed_tower(model)
-    return "fused" if tower is None else f"fused; token budgets{'' if tower.needs_fused else ', one size'}"
+    cores = dict.fromkeys(module.class_name for module in report.fused if module.part == "attention core")
+    texts = ["fused", *([f"only attention cores in {', '.join(cores)}"] if cores else [])]
+    texts += [] if tower is None else [f"token budgets{'' if tower.needs_fused else ', one size'}"]
+    return "; ".join(texts)
 
 
 def outcome_of(build: Callable[[], nn.Module], on_meta: str | None) -> str | None:
@@ -86,9 +91,16 @@ def timm_model(name: str) -> nn.Module:
     """Builds a model with one block if it has equal blocks; most models with stages do not accept `depth`."""
     import timm
 
+    options: dict[str, Any] = {}
+    stated = timm.get_pretrained_cfg(name)
+    if stated is not None and stated.input_size[-1] > 512:
+        options["pretrained_cfg_overlay"] = {"input_size": (3, MOST, MOST)}
+    for tried in ({"img_size": MOST, "depth": 1}, {"img_size": MOST}) if options else ():
+        with contextlib.suppress(Exception):
+            return timm.create_model(name, **tried, **options)
     with contextlib.suppress(Exception):
-        return timm.create_model(name, depth=1)
-    return timm.create_model(name)
+        return timm.create_model(name, depth=1, **options)
+    return timm.create_model(name, **options)
 
 
 def timm_outcome(name: str) -> tuple[str, str | None]:
@@ -134,7 +146,7 @@ def transformers_outcome(cls: Any) -> str | None:
     """Returns the result of `fuse` for a model of a class, with two layers per stage if their number can be set."""
     config = cls.config_class()
     patch = getattr(config, "patch_size", 1)
-    size = 256 - 256 % (patch if isinstance(patch, int) else 1)
+    size = MOST - MOST % (patch if isinstance(patch, int) else 1)
     for name, most in (("num_hidden_layers", 2), ("depth", 2), ("depths", 2), ("image_size", size)):
         value = getattr(config, name, None)
         if isinstance(value, int | list):
@@ -188,7 +200,7 @@ def versions() -> str:
 
 
 def table() -> str:
-    lines = [HEADER.format(versions=versions())]
+    lines = [HEADER.format(versions=versions(), most=MOST)]
     for library, rows in (("timm", timm_rows), ("transformers", transformers_rows)):
         found = []
         for line in rows():

@@ -95,7 +95,9 @@ def scale_weights(block: nn.Module) -> None:
 
 # Changes of timm's and our blocks, with the reason that fuse then reports, or None if it can still fuse the block
 CHANGES: dict[str, tuple[Callable[[Any], object], str | None]] = {
-    "wrapped": (lambda block: setattr(block.mlp, "fc1", nn.Sequential(block.mlp.fc1)), "must be torch.nn.Linear"),
+    "wrapped": (
+        lambda block: setattr(block.mlp, "fc1", nn.Sequential(block.mlp.fc1, nn.Tanh())), "must be torch.nn.Linear",
+    ),
     "wrapped qkv": (lambda block: setattr(block.attn, "qkv", nn.Sequential(block.attn.qkv)), None),
     "parametrization": (
         lambda block: nn.utils.parametrizations.weight_norm(block.mlp.fc1), "must be torch.nn.Linear itself, got ",

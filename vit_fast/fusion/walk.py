@@ -17,7 +17,6 @@ from ..errors import type_name
 from ..libraries.known import fused_form, is_near_attention, reason_against
 from ..ops.backends import auto_reasons, resolve_backend
 from ..reading import forms
-from ..reading.forms import Recipe
 from ..reading.reader import Found
 from .patch_embed import FusedPatchConv
 
@@ -50,7 +49,7 @@ class Walk:
         if isinstance(module, FusedPatchConv):
             return True
         if (recipe := self.found.recipes.get(module)) is not None:
-            self._visit_read(name, module, recipe)
+            self._visit_created(name, module, recipe.kind, forms.attributes(module, recipe))
             found = True
         elif form is None:
             found = self._visit_other(name, module, inside_unknown)
@@ -66,15 +65,8 @@ class Walk:
         return found
 
     def has_unknown(self) -> bool:
-        """Returns True if an example may show more, because a module is conditional, or skipped by its class only."""
-        return (
-            self.has_unnamed
-            or not self.rows
-            or any(
-                row.condition or any(reason.endswith(UNKNOWN) or "not its subclass" in reason for reason in row.reasons)
-                for row in self.rows
-            )
-        )
+        """Returns True if an example may show more, because a module is conditional or skipped."""
+        return self.has_unnamed or not self.rows or any(row.condition or row.reasons for row in self.rows)
 
     def _visit_children(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
         prefix = f"{name}." if name else ""
@@ -121,15 +113,20 @@ class Walk:
         part = ", ".join(kind for kind, counts in kinds if counts[module]) or "norm + MLP"
         several = "its forward computes more than one attention layer"
         why = why or (several if self.found.own[module] > 1 else "q, k and v are not linear layers of the tokens")
-        self.rows.append(row_of(name, module, part, [why]))
+        if (width := self.found.width_of_cores(module)) is not None:
+            part = "norm + MLP" if self.found.mlps[module] else ""
+            notes = (f"the rest runs as modules: {why}",)
+            self._visit_created(name, module, forms.CoreModule.kind, {"vit_fast_width": width})
+            self.rows[-1] = dataclasses.replace(self.rows[-1], notes=self.rows[-1].notes + notes)
+        if part:
+            self.rows.append(row_of(name, module, part, [why]))
         return True
 
-    def _visit_read(self, name: str, module: nn.Module, recipe: Recipe) -> None:
-        """Handles a module that was read by its computation."""
-        attributes = forms.attributes(module, recipe)
+    def _visit_created(self, name: str, module: nn.Module, kind: str, attributes: dict[str, Any]) -> None:
+        """Handles a module whose fused class is created."""
         module.__dict__.update(attributes)  # examined as if it were fused
         try:
-            self._visit_fusable(name, module, forms.form_of(type(module), recipe.kind), attributes)
+            self._visit_fusable(name, module, forms.form_of(type(module), kind), attributes)
         finally:
             for own in attributes:
                 del module.__dict__[own]

@@ -215,24 +215,53 @@ def scaled_dot_product_attention(
     mask whose dimensions H and N_q have size 1 or stride 0 masks keys. Other masks are added to the scores, as the bias
     of `attention`. All other calls run torch's function.
     """
+    given = query, key, value, attn_mask, dropout_p, is_causal
+    return attend_as_torch("auto", *given, scale=scale, enable_gqa=enable_gqa)
+
+
+def attend_as_torch(backend: str, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Computes scaled_dot_product_attention with a backend; runs torch's function for calls that it does not support.
+
+    The arguments after `backend` are those of torch's function.
+    """
+    if type(query) in (Tensor, torch.nn.Parameter):  # not a Proxy of torch.fx, which has no dtype
+        backend = resolve_backend(backend, query.device, query.dtype)
+        allowed = backend != "sdpa" and not in_transform() and not is_exporting() and _fused_sdpa_is_allowed()
+        inputs = as_attention(query, key, value, *args, **kwargs) if allowed else None
+        if inputs is not None:
+            qkv, key_mask, terms, factor = inputs
+            if backend == "eager":
+                return reference.attention(*qkv, scale=factor, key_mask=key_mask, terms=terms).view(query.shape)
+            if not unsupported_reasons(*qkv, factor):
+                return run_attention(qkv, None, key_mask, 0, factor, terms).view(query.shape)
+    return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+
+
+def as_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, ScoreTerms | None, float] | None:  # fmt: skip
+    """Returns q, k, v [B, H, N, D], key mask, bias and scale of a call of torch's function.
+
+    Returns None if `attention` cannot compute the call.
+    """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     # Calls with nested tensors, subclasses such as DTensor, or torch.fx Proxies run torch's function. Check the tensors
     # before dropout_p, which may also be a Proxy: torch.fx cannot evaluate `Proxy == 0.0` as a condition.
     ordinary = all(type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested for tensor in tensors)
-    plain = ordinary and dropout_p == 0.0 and not is_causal and not enable_gqa
-    plain = plain and query.dim() == 4 and not in_transform() and not is_exporting() and _fused_sdpa_is_allowed()
-    if plain and resolve_backend("auto", query.device, query.dtype) == "triton":
-        q, k, v = (tensor.to(matmul_dtype(tensor)) for tensor in (query, key, value))  # like SDPA under autocast
-        key_mask = None if attn_mask is None else key_mask_of(attn_mask, q, k)
-        factor = softmax_scale(q, scale)
-        terms = None if attn_mask is None or key_mask is not None else bias_of_mask(attn_mask, q, k)
-        understood = attn_mask is None or key_mask is not None or terms is not None
-        understood = understood and not _mismatch((q, k, v), _BATCH)
-        if understood and not unsupported_reasons(q, k, v, factor):
-            return run_attention([q, k, v], None, key_mask, 0, factor, terms)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    if not ordinary or dropout_p != 0.0 or is_causal or enable_gqa:
+        return None
+    if not 3 <= query.dim() == key.dim() == value.dim() or (query.dim() > 4 and attn_mask is not None):
+        return None
+    by_batch = [each[None] if each.dim() == 3 else each.flatten(0, -4) for each in (query, key, value)]
+    q, k, v = (each.to(matmul_dtype(each)) for each in by_batch)  # like SDPA under autocast
+    if _mismatch((q, k, v), _BATCH):
+        return None
+    key_mask = None if attn_mask is None else key_mask_of(attn_mask, q, k)
+    terms = None if attn_mask is None or key_mask is not None else bias_of_mask(attn_mask, q, k)
+    if attn_mask is not None and key_mask is None and terms is None:
+        return None
+    return (q, k, v), key_mask, terms, softmax_scale(q, scale)
 
 
 def _mismatch(qkv: Sequence[Tensor], shape: str) -> str:

@@ -7,16 +7,21 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..blocks.block import parts_of, run_attention, run_halves
 from ..blocks.fused import Finding, FusedModule, FusedNormMlp
 from ..blocks.parts import AttentionParts, BlockParts, Derived, MlpParts, Node, attached, origins, tensor_at
 from ..blocks.reading import Reader
+from ..ops.attention import attend_as_torch
 from .arguments import Ties, fits
 from .calls import Call, Kind, attributes_of, drop_slots, state_of, structure_of
 from .matcher import Reading
 from .proof import Dtypes, slots_of
+
+SDPA = torch._C._nn.scaled_dot_product_attention  # torch.nn.functional's, which other libraries may replace
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,48 @@ class Recipe:
         return Reading(attached(module, self.attention), attached(module, self.mlp), self.layout, self.uses_sdpa)
 
 
-class ReadModule(FusedNormMlp):
+class Created(FusedModule):
+    """Base of the fused classes that are created for the class of a module."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies by the original class, because pickle looks up classes by name."""
+        if "original" not in vars(type(self)):  # fully_shard has changed its class
+            return super().__reduce_ex__(protocol)
+        return _new, (type(self).original, self.kind), self.__dict__
+
+
+class CoreModule(Created):
+    """A module whose calls of torch's scaled_dot_product_attention run with the backend; the rest stays the same."""
+
+    kind = "attention core"
+
+    @classmethod
+    def head_width(cls, module: Any) -> int | None:
+        width: int | None = vars(module).get("vit_fast_width")
+        return width
+
+    def is_idle(self) -> bool:
+        return True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        with _Attends(self.vit_fast_backend):
+            return super().forward(*args, **kwargs)
+
+
+class _Attends(TorchFunctionMode):
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.backend = backend
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is SDPA:
+            return attend_as_torch(self.backend, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class ReadModule(Created, FusedNormMlp):
     """A module that was read by its computation. Calls that differ from the captured call run the original."""
 
     in_sequence = False
@@ -125,12 +171,6 @@ class ReadModule(FusedNormMlp):
                 return None
         return parts
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies by the original class, because pickle looks up classes by name."""
-        if "original" not in vars(type(self)):  # fully_shard has changed its class
-            return super().__reduce_ex__(protocol)
-        return _new, (type(self).original, self.kind), self.__dict__
-
 
 _FORMS: dict[tuple[type[nn.Module], str], type[FusedModule]] = {}
 
@@ -155,8 +195,9 @@ def form_of(original: type[nn.Module], kind: str) -> type[FusedModule]:
     """Returns the fused class of a class; creates it at the first call."""
     if (original, kind) not in _FORMS:
         name = f"Fused{original.__name__}"
-        about = {"__module__": __name__, "__qualname__": name, "__doc__": ReadModule.__doc__, "kind": kind}
-        _FORMS[original, kind] = type(name, (ReadModule, original), about)
+        base = CoreModule if kind == CoreModule.kind else ReadModule
+        about = {"__module__": __name__, "__qualname__": name, "__doc__": base.__doc__, "kind": kind}
+        _FORMS[original, kind] = type(name, (base, original), about)
     return _FORMS[original, kind]
 
 

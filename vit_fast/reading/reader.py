@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..blocks.parts import Derived, detached
 from ..blocks.plain import touch_reasons
+from ..ops.attention import as_attention
 from .arguments import Probe, Ties, ties_of
 from .calls import Call, attributes_of, state_of, structure_of
 from .capture import Graph, UnreadableError, capture, free_dimensions, random_copy, tokens_like
-from .forms import Recipe, hidden_name
+from .forms import SDPA, Recipe, hidden_name
 from .matcher import Reading, read_graph
 from .proof import (
     check_complete,
@@ -179,6 +181,14 @@ class Found:
     cores: Counter[nn.Module] = field(default_factory=Counter)  # softmax attention computed in a module
     own: Counter[nn.Module] = field(default_factory=Counter)  # of these, not in one of its submodules
     mlps: Counter[nn.Module] = field(default_factory=Counter)  # linear layers of activations, not in a submodule
+    # head_dim of the cores that a module computes by torch's function and `attention` can compute
+    widths: dict[nn.Module, list[int]] = field(default_factory=dict)
+
+    def width_of_cores(self, module: nn.Module) -> int | None:
+        """Returns the largest head_dim if `attention` can compute all attention cores of a module."""
+        widths = self.widths.get(module, [])
+        fits = len(widths) == self.own[module] > 0 and hidden_name(module) is None
+        return max(widths) if fits else None
 
 
 class _Recorder(TorchDispatchMode):
@@ -249,6 +259,20 @@ class _Recorder(TorchDispatchMode):
             self.records[module] = Record(call, call.problem, copies[:-1], copies[-1])
 
 
+class _Functions(TorchFunctionMode):
+    """Records the calls of torch's scaled_dot_product_attention that `attention` can compute."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is SDPA and self.recorder.stack and as_attention(*args, **(kwargs or {})) is not None:
+            widths = self.recorder.found.widths.setdefault(self.recorder.stack[-1], [])
+            widths.append((args[0] if args else kwargs["query"]).shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
 def read_model(model: nn.Module, example: Any, is_known: Callable[[nn.Module], bool]) -> Found:
     """Reads all modules of a model that are not inside a module which was read or `is_known`.
 
@@ -302,7 +326,13 @@ def _recorded(model: nn.Module, example: Any, found: Found) -> dict[nn.Module, R
             undo.callback(part.register_forward_hook(recorder.leave, with_kwargs=True).remove)
         undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
-        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]), recorder:
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            recorder,
+            _Functions(recorder),
+        ):
             model(*args, **kwargs)
     return recorder.records
 
