@@ -17,7 +17,7 @@ from ..errors import type_name
 from ..libraries.known import fused_form, is_near_attention, reason_against
 from ..ops.backends import auto_reasons, resolve_backend
 from ..reading import forms
-from ..reading.reader import Found
+from ..reading.recorder import Found
 from .patch_embed import FusedPatchConv
 
 CANNOT_NORMALIZE = "normalize cannot be folded into the patch embedding"

@@ -1,0 +1,177 @@
+"""Runs a model on an example, and records the calls of its modules and what attends in them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..ops.attention import as_attention
+from .calls import Call
+from .capture import UnreadableError
+from .forms import SDPA, Recipe, hidden_name
+
+_SOFTMAX = {"_softmax", "_safe_softmax"}  # their inputs may be no scores, e.g. of a router
+_ACTIVATIONS = {"gelu", "relu", "silu", "sigmoid", "tanh", "erf"}
+_PRODUCTS = {"bmm", "baddbmm", "mm", "addmm"}
+_KINDS = ("", "parameter", "activation", "scores", "attention")  # "scores" is any product of two activations
+_NOTHING: tuple[str, list[nn.Module]] = ("", [])
+
+
+@dataclass
+class Record:
+    """A call of a module in the forward of the example."""
+
+    call: Call | None
+    problem: str  # why there is no `call`
+    tensors: Sequence[Tensor] = ()  # the tokens, then other tensors
+    y: Any = None
+
+    @property
+    def x(self) -> Tensor | None:
+        return self.tensors[0] if self.tensors else None
+
+    def equals(self, other: Record) -> bool:
+        """Returns True if tokens and output are equal."""
+        pairs = (self.x, other.x), (self.y, other.y)
+        return all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
+
+
+@dataclass
+class Found:
+    """The modules of a model that were read, or the reasons why not."""
+
+    is_read: bool = False  # False without an example
+    recipes: dict[nn.Module, Recipe] = field(default_factory=dict)
+    reasons: dict[nn.Module, str] = field(default_factory=dict)
+    problems: dict[nn.Module, str] = field(default_factory=dict)  # of the call of each module that ran; "" if none
+    cores: Counter[nn.Module] = field(default_factory=Counter)  # softmax attention computed in a module
+    own: Counter[nn.Module] = field(default_factory=Counter)  # of these, not in one of its submodules
+    mlps: Counter[nn.Module] = field(default_factory=Counter)  # linear layers of activations, not in a submodule
+    # head_dim of the cores that a module computes by torch's function and `attention` can compute
+    widths: dict[nn.Module, list[int]] = field(default_factory=dict)
+
+    def width_of_cores(self, module: nn.Module) -> int | None:
+        """Returns the largest head_dim if `attention` can compute all attention cores of a module."""
+        widths = self.widths.get(module, [])
+        fits = len(widths) == self.own[module] > 0 and hidden_name(module) is None
+        return max(widths) if fits else None
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the first call of each module, and counts the attention cores and MLPs in it."""
+
+    def __init__(self, model: nn.Module, found: Found) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.stack: list[nn.Module] = []  # modules whose forward runs
+        self.records: dict[nn.Module, Record] = {}
+        self.found, self.model = found, model
+        self.origins: Any = WeakTensorKeyDictionary()  # of tensors; see `_origin`
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.origins[tensor] = "parameter", []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        origin = self._origin(
+            func.overloadpacket.__name__.rstrip("_"), [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        )
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and (origin[0] or each in self.origins):
+                self.origins[each] = origin
+        return output
+
+    def _origin(self, name: str, tensors: Sequence[Tensor]) -> tuple[str, list[nn.Module]]:
+        """Returns what an operator computes, one of _KINDS, and the modules in which this began."""
+        given: list[tuple[str, list[nn.Module]]] = [self.origins.get(each, _NOTHING) for each in tensors]
+        kind, began = strongest = max(given, key=lambda each: _KINDS.index(each[0]), default=_NOTHING)
+        kinds, now = {each for each, _ in given}, list(self.stack)
+        if "scaled_dot_product" in name:
+            return "attention", self._count(now)
+        if name in _PRODUCTS:
+            inside = [part for part, other in zip(began, now) if part is other]  # e.g. the softmax may be a module
+            if "parameter" not in kinds:
+                return ("attention", self._count(inside)) if kind == "scores" else ("scores", now)
+            if kind == "activation":
+                self.found.mlps.update(inside[-1:])
+            return strongest if kind == "scores" else _NOTHING  # a linear layer may mix the scores of heads
+        if name in _SOFTMAX:
+            return "scores", now
+        if name in _ACTIVATIONS and kind in ("", "activation"):
+            return "activation", now
+        is_sum = name == "add" and sum(each.dim() > 0 for each in tensors) > 1
+        ends = is_sum if kind in ("activation", "attention") else kind == "parameter" and len(kinds) > 1
+        return _NOTHING if ends else strongest
+
+    def _count(self, stack: list[nn.Module]) -> list[nn.Module]:
+        self.found.cores.update(set(stack))
+        self.found.own.update(stack[-1:])
+        return list(stack)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.stack.append(module)
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.stack.pop()
+        if module in self.records:
+            return
+        try:
+            call, tensors = Call.of(args, kwargs, output)
+        except UnreadableError as error:
+            self.records[module] = Record(None, str(error))
+            return
+        x, y = tensors[0], call.computed(output, tensors)
+        self.records[module] = Record(call, call.problem)
+        if y.shape == x.shape and x.dim() in (3, 4) and x.is_floating_point():
+            copies = [each.detach().clone() for each in (*tensors, y)]
+            self.records[module] = Record(call, call.problem, copies[:-1], copies[-1])
+
+
+class _Functions(TorchFunctionMode):
+    """Records the calls of torch's scaled_dot_product_attention that `attention` can compute."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is SDPA and self.recorder.stack and as_attention(*args, **(kwargs or {})) is not None:
+            widths = self.recorder.found.widths.setdefault(self.recorder.stack[-1], [])
+            widths.append((args[0] if args else kwargs["query"]).shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def recorded(model: nn.Module, example: Any, found: Found) -> dict[nn.Module, Record]:
+    """Runs the model in evaluation mode on at most two images."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(example, dict):
+        kwargs = example
+    else:
+        args = example if isinstance(example, tuple) else (example,)
+    recorder, modes = _Recorder(model, found), [(part, part.training) for part in model.modules()]
+    with ExitStack() as undo:
+        for part, mode in modes:
+            undo.callback(setattr, part, "training", mode)
+            part.training = False
+            undo.callback(part.register_forward_pre_hook(recorder.enter, with_kwargs=True).remove)
+            undo.callback(part.register_forward_hook(recorder.leave, with_kwargs=True).remove)
+        undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            recorder,
+            _Functions(recorder),
+        ):
+            model(*args, **kwargs)
+    return recorder.records
