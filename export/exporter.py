@@ -32,7 +32,7 @@ from .report import ExportReport
 from .runtime.metadata import CLASSES, PREFIX, inspect_onnx
 from .runtime.runner import reasons_against
 from .tensorrt import tensorrt_reasons
-from .verification import IMAGES, PIXELS_LARGE, check_labeled, measure_accuracy, verify_file
+from .verification import PIXELS_LARGE, check_labeled, image_count, measure_accuracy, verify_file
 
 PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "timm", "transformers", "torchvision")
 HELD_OUT_IMAGES = 64
@@ -137,7 +137,7 @@ def export_onnx(
         graph.graph.name = vit.name.replace("/", "_")
         report.outputs = {str(y.name): shape_of(y) for y in graph.graph.outputs}
         if options.dtype == "fp16":
-            report.in_fp32 = keep_in_range(graph, _batches(call, verified[:IMAGES]))
+            report.in_fp32 = keep_in_range(graph, _batches(call, verified[: image_count(vit)]))
         report.fusions = graphs.optimize(graph, options)
         if options.is_eight_bit:
             graph, report.eight_bit = quantize(graph, options, _batches(call, measured), _batches(call, verified))
@@ -205,9 +205,10 @@ def _images(
         return measured, [], 0
     given = (left_over(files or (), CALIBRATION_IMAGES) or None) if images is None else find_images(images)
     # 8-bit precisions need many images, because the class changes rarely
-    count = HELD_OUT_IMAGES if options.is_eight_bit else IMAGES
-    if given:  # read_images adds random crops only up to IMAGES
-        count = min(count, max(IMAGES, len(given)))
+    least = image_count(call.vit)
+    count = HELD_OUT_IMAGES if options.is_eight_bit else least
+    if given:  # read_images adds random crops only up to `least`
+        count = min(count, max(least, len(given)))
     return measured, read_images(given, count, seed=1), min(count, len(given or [None]))
 
 

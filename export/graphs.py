@@ -188,9 +188,10 @@ class _Exported(nn.Module):
 def capture(call: Call) -> ir.Model:
     """Captures a call as an ONNX graph, whose floating-point inputs are fp32."""
     options, dtype = call.options, DTYPES[call.options.dtype]
-    vit = call.vit if options.dtype == "fp32" else call.vit.copy_in(dtype)
-    args, kwargs = call.arguments(cast(call.example(), dtype))
-    vit = dataclasses.replace(vit, model=sharing_copy(vit.model, kwargs or args))
+    args, kwargs = call.arguments(call.example())
+    vit = dataclasses.replace(call.vit, model=sharing_copy(call.vit.model, kwargs or args))
+    if options.dtype != "fp32":
+        vit = vit.copy_in(dtype)
     call = dataclasses.replace(call, vit=vit)
     blocks: list[Any] = [module for module in vit.model.modules() if isinstance(module, FusedNormMlp)]
     for block in blocks:
@@ -315,7 +316,8 @@ def _name_linears(model: ir.Model, module: nn.Module) -> None:
             names = [name for name in free if f"{name}.".startswith(f"{scope}.") or not scope]
             names = [name for name in names if tuple(free[name].shape) == shape]
             same = (name for name in names if np.array_equal(free[name].float().numpy().astype(weight.dtype).T, weight))
-            node.name = next(same, names[0] if names and scope else f"{scope}.{node.name}".strip("."))
+            only = iter(names if scope and len(names) == 1 else same)
+            node.name = next(only, names[0] if names and scope else f"{scope}.{node.name}".strip("."))
             free.pop(str(node.name), None)
 
 
@@ -354,8 +356,18 @@ def add_constant(graph: ir.Graph, array: np.ndarray | ir.TensorProtocol, name: s
     return value
 
 
+class _Transposed(ir.Tensor):
+    """A tensor that is not contiguous; numpy's tofile would write it element by element."""
+
+    def tofile(self, file: Any) -> None:
+        file.write(self.tobytes())
+
+
 def save(model: ir.Model, path: Path, external: bool | None = None) -> str | None:
     """Writes a model; returns the name of the file for the weights, if they are external or exceed protobuf's limit."""
+    for value in model.graph.initializers.values():
+        if type(tensor := value.const_value) is ir.Tensor and not tensor.numpy().flags.c_contiguous:
+            value.const_value = _Transposed(tensor.numpy(), tensor.dtype)
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     if size > PROTOBUF_LIMIT and external is False:
         exceed = "exceed protobuf's limit of 2 GB per file: use external_data=True"
@@ -366,9 +378,12 @@ def save(model: ir.Model, path: Path, external: bool | None = None) -> str | Non
 
 
 def run_graph(
-    model: ir.Model, batches: Iterable[Batch], values: Sequence[ir.Value] | None = None
+    model: ir.Model, batches: Iterable[Batch], values: Sequence[ir.Value] | None = None, optimize: bool = True
 ) -> Iterator[list[np.ndarray]]:
-    """Runs a graph in ONNX Runtime on the CPU, and yields its outputs, or `values`; a batch may be a dict of inputs."""
+    """Runs a graph in ONNX Runtime on the CPU, and yields its outputs, or `values`; a batch may be a dict of inputs.
+
+    Without `optimize`, ONNX Runtime does not store the results of operators on constants.
+    """
     outputs = list(model.graph.outputs)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.onnx"
@@ -378,7 +393,7 @@ def run_graph(
             save(model, path, external=True)  # without a copy of the weights in protobuf
         finally:
             model.graph.outputs[:] = outputs
-        session = open_session(path, fp8=True, prepack=False)
+        session = open_session(path, fp8=True, prepack=False, optimize=optimize)
     name = session.get_inputs()[0].name
     for batch in batches:
         yield session.run(None, batch if isinstance(batch, dict) else {name: batch})

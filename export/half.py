@@ -53,7 +53,8 @@ def keep_in_range(model: ir.Model, batches: Sequence[Batch]) -> tuple[str, ...]:
 
 def check_parameters(model: nn.Module) -> None:
     """Raises UnsupportedInputError if fp16 cannot represent a parameter."""
-    peaks = {name: float(p.detach().abs().max()) for name, p in model.named_parameters() if p.numel()}
+    pairs = {name: p.detach().aminmax() for name, p in model.named_parameters() if p.numel()}
+    peaks = {name: max(-float(least), float(most)) for name, (least, most) in pairs.items()}
     reasons = [f"{name} must not exceed {FP16_MAX:g}, got {peak:g}" for name, peak in peaks.items() if peak > FP16_MAX]
     if reasons:
         raise UnsupportedInputError("fp16", [*reasons, "export with precision bf16 or fp32"])
@@ -63,7 +64,7 @@ def overflowing(model: ir.Model, batches: Sequence[Batch]) -> dict[ir.Node, floa
     """Returns the nodes that can overflow in fp16, with the largest magnitudes of their values or sums."""
     copy = model.clone()
     twins = list(zip(model.graph, copy.graph))
-    widen(copy.graph, [twin for _, twin in twins])
+    widen(copy.graph, [twin for _, twin in twins], fold=False)
     probes: list[tuple[Collection[ir.Node], float, ir.Value]] = []  # a node is too large if the value exceeds the limit
     for node, twin in twins:
         for value, wide in zip(node.outputs, twin.outputs):
@@ -72,9 +73,10 @@ def overflowing(model: ir.Model, batches: Sequence[Batch]) -> dict[ir.Node, floa
                 is_score = any(reader.op_type == "Softmax" for reader in readers)
                 probes.append(([node, *readers], SCORES if is_score else LIMIT, wide))
         probes += [([node], limit, bound) for limit, bound in _inside(copy.graph, twin)]
+    probes.reverse()  # ONNX Runtime computes the last output first: this order needs the least memory
     outputs = [_largest(copy.graph, value) for _, _, value in probes]
     copy.graph.sort()
-    runs = [np.stack(arrays) for arrays in run_graph(copy, batches, outputs)]
+    runs = [np.stack(arrays) for arrays in run_graph(copy, batches, outputs, optimize=False)]
     peaks: dict[ir.Node, float] = {}
     for (nodes, limit, _), peak in zip(probes, np.max(runs, axis=0)):
         for node in nodes if not peak <= limit else ():
@@ -116,14 +118,14 @@ def _wide(array: ir.TensorProtocol) -> ir.LazyTensor:
     return ir.LazyTensor(lambda: ir.tensor(array.numpy().astype(np.float32)), FLOAT, ir.Shape(array.numpy().shape))
 
 
-def widen(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:
-    """Makes nodes read, compute and write fp32 instead of fp16, in place."""
+def widen(graph: ir.Graph, nodes: Collection[ir.Node], fold: bool = True) -> None:
+    """Makes nodes read, compute and write fp32 instead of fp16, in place. `fold` stores their weights in fp32."""
     in_fp32: dict[ir.Value, ir.Value] = {}
     for node in [node for node in graph if node in nodes]:
         for i, value in enumerate(node.inputs):
             if value is None or value.dtype != HALF:
                 continue
-            if value not in in_fp32 and value.const_value is not None:
+            if value not in in_fp32 and fold and value.const_value is not None:
                 in_fp32[value] = add_constant(graph, _wide(value.const_value))
             elif value not in in_fp32:
                 in_fp32[value] = append(graph, "Cast", value, to=FLOAT)

@@ -24,6 +24,7 @@ from vit_fast.apps.classifiers import labeled_images
 from vit_fast.apps.data import as_inputs, as_pixels, per_channel, read_image
 from vit_fast.config import Size
 from vit_fast.errors import UnsupportedInputError, VitFastError
+from vit_fast.libraries.interface.image_model import ImageModel
 
 from .call import Call, cast
 from .graphs import run_graph
@@ -44,6 +45,16 @@ class VerificationError(VitFastError, RuntimeError):
     """The file does not match the model; the message contains the error."""
 
 
+def _is_beyond_fp64(vit: ImageModel) -> bool:
+    return sum(p.numel() for p in vit.model.parameters()) > FP64_PARAMETERS
+
+
+def image_count(vit: ImageModel) -> int:
+    """Returns the number of images to compare float files on."""
+    is_large = _is_beyond_fp64(vit) or math.prod(vit.image_hw) > PIXELS_LARGE
+    return IMAGES_LARGE if is_large else IMAGES
+
+
 def verify_file(path: Path, call: Call, images: list[Image.Image]) -> tuple[list[Check], str, str]:
     """Compares a file with its model on images; returns checks per image size, and names of reference and device."""
     vit, options = call.vit, call.options
@@ -54,7 +65,7 @@ def verify_file(path: Path, call: Call, images: list[Image.Image]) -> tuple[list
         runner = OnnxRunner(path, "auto" if on_cuda else "cpu", threads=torch.get_num_threads())
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ModelFileError) as error:
         raise VerificationError(f"the file is invalid: {error}") from error
-    in_fp32 = options.is_eight_bit or sum(p.numel() for p in vit.model.parameters()) > FP64_PARAMETERS
+    in_fp32 = options.is_eight_bit or _is_beyond_fp64(vit)
     device = runner.device.upper()
     runs: list[Callable[[list[np.ndarray]], Iterable[Any]]] = [lambda fed: map(outputs_of, map(runner, fed))]
     if options.uint8_by_int8:
@@ -63,8 +74,6 @@ def verify_file(path: Path, call: Call, images: list[Image.Image]) -> tuple[list
         if saturate(graph):
             runs.append(lambda fed: run_graph(graph, fed))
     reference = call if in_fp32 else replace(call, vit=vit.copy_in(torch.float64))
-    if not options.is_eight_bit and (in_fp32 or math.prod(vit.image_hw) > PIXELS_LARGE):
-        images = images[:IMAGES_LARGE]
     (height, width), (patch_h, patch_w) = vit.image_hw, vit.patch_hw
     sizes = [(height, width)]
     if options.dynamic_size:

@@ -219,13 +219,9 @@ def sharing_copy(model: nn.Module, example: Any = None) -> nn.Module:
 def _walk(model: nn.Module, backend: str, resolved: str, example: Any = None) -> Walk:
     """Walks over a model. If its forward fails on the example, modules of unknown classes are skipped."""
     by_class = functools.partial(Walk, model, backend, resolved)
-    examples = [example]
-    if example is None:
-        walk = by_class()
-        if not walk.has_unknown():
-            return walk
-        examples = list(examples_of(model))
-    for each in examples:
-        with contextlib.suppress(Exception):  # e.g. the model needs more than an image
-            return by_class(read_model(model, each, is_supported))
-    return by_class()
+    walk = by_class()
+    if walk.has_unknown():
+        for each in examples_of(model) if example is None else [example]:
+            with contextlib.suppress(Exception):  # e.g. the model needs more than an image
+                return by_class(read_model(model, each, is_supported))
+    return walk
