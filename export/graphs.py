@@ -356,7 +356,7 @@ def add_constant(graph: ir.Graph, array: np.ndarray | ir.TensorProtocol, name: s
     return value
 
 
-class _Transposed(ir.Tensor):
+class _Transposed(ir.Tensor[np.ndarray]):
     """A tensor that is not contiguous; numpy's tofile would write it element by element."""
 
     def tofile(self, file: Any) -> None:
