@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ from vit_fast.version import describe
 
 from .configuration import Configuration, make_configuration
 from .preparation import callers, cold_start
-from .records import JOURNAL_NAME, PARTIAL, RECORD_NAME, Journal, Row, read_record, to_json
+from .records import JOURNAL_NAME, PARTIAL, RECORD_NAME, Journal, Record, Row, read_record, to_json
 from .report import markdown
 from .runner import header_of, reopen, run
 
@@ -57,6 +57,7 @@ END_S = 10.0  # time limit for a killed process to end
 RESERVED_S = 30.0  # for the comparison at the end
 ROOT = Path(__file__).resolve().parent.parent
 LOG, MODEL_JOB = "log.txt", "ViT-B kernels"
+LOG_TAIL = 12  # lines of the log to print if a process fails
 SPARE_S = 5.0  # part of a job's limit, reserved to finish the last measurement
 PROTOCOL = Protocol(repeats=50, seconds=0.3, least_repeats=10, warmup_repeats=3, warmup_seconds=0.1)
 Found = dict[str, Any]
@@ -96,17 +97,26 @@ def perform(job: Job, folder: Path, limit_s: float) -> Found:
         if job.tests or not problem or "timed out" in problem:
             break
     found: Found = {"outcome": problem or "passed"}
+    log = ["", *(folder / LOG).read_text(errors="replace").splitlines()]
+    if problem:
+        print(*log[-LOG_TAIL:], sep="\n")
     if job.tests:
-        *_, last = ["", *(folder / LOG).read_text(errors="replace").splitlines()]
-        found["tests"] = last.strip("= ")
+        found["tests"] = log[-1].strip("= ")
     else:
-        records = []
-        for path in sorted(folder.glob("*/")):
-            with contextlib.suppress(OSError, ValueError):  # of a process that was killed before its first row
-                records.append(read_record(path))
+        records = [*_records(folder, "*/")]
         print(*map(markdown, records), sep="\n")
         found["outcome"] = problem or outcome_of([row for record in records for row in record["rows"]])
     return found
+
+
+def _records(folder: Path, pattern: str) -> Iterator[Record]:
+    for path in sorted(folder.glob(pattern)):
+        with contextlib.suppress(OSError, ValueError):  # of a process that was killed before its first row
+            yield read_record(path)
+
+
+def _folder_name(job: str) -> str:
+    return re.sub(r"[^\w-]+", "_", job)
 
 
 def _progress(folder: Path) -> tuple[int, int]:
@@ -126,9 +136,9 @@ def _run(job: Job, folder: Path, limit_s: float) -> str:
         )  # fmt: skip
         try:
             status = child.wait(max(limit_s, 0.0))
-            return f"failed: exit status {status}; see {LOG}" if status else ""
+            return f"failed: exit status {status}; see {folder.name}/{LOG}" if status else ""
         except subprocess.TimeoutExpired:
-            return f"failed: timed out after {limit_s:.0f} s; see {LOG}"
+            return f"failed: timed out after {limit_s:.0f} s; see {folder.name}/{LOG}"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)  # also ends its child processes
@@ -258,34 +268,45 @@ PARTS = tuple(dict.fromkeys(job.part for job in JOBS))
 
 def compare_with_model(out: Path, limit_s: float) -> str:
     """Compares the kernels of a block in the records of MODEL_JOB with estimates of `vit-fast kernels --model`."""
-    lines = []
-    for path in sorted(out.glob(f"{MODEL_JOB.replace(' ', '_')}*/*/{RECORD_NAME}")):
-        record = read_record(path)
-        arch = "sm_" + record["machine"]["gpu"]["capability"].replace(".", "")
-        for row in (row for row in record["rows"] if row["status"] == "measured"):
-            options = ["--model", row["model"], "--batch-sizes", str(row["batch"]), "--arch", arch, "--json"]
-            command = [sys.executable, "-c", "from vit_fast.cli import main; main()", "kernels", *options]
-            environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-            try:
-                done = subprocess.run(
-                    command, capture_output=True, text=True, env=environment, timeout=limit_s, cwd=ROOT
-                )
-                estimated = json.loads(done.stdout)["launches"]
-            except (subprocess.TimeoutExpired, ValueError) as error:
-                lines.append(f"{row['model']} batch {row['batch']}: no estimate for {arch}: {error}")
-                continue
-            names = [launch["kernel"].partition(",")[0] for launch in estimated]
-            launches = [(name.strip("_").removesuffix("_kernel"), us) for name, us in row["explained"]["launches"]]
-            own = [launch for launch in launches if launch[0] in names]
-            starts = [i for i in range(len(own)) if [name for name, _ in own[i : i + len(names)]] == names]
-            lines.append(f"{row['model']} batch {row['batch']} {arch}: {len(starts)} blocks; measured, estimated us")
-            for number, launch in enumerate(estimated if starts else ()):
-                us = statistics.median(own[i + number][1] for i in starts)
-                ratio = us / max(launch["floor_us"], 1e-3)
-                lines.append(
-                    f"  {us:9.2f} {launch['floor_us']:9.2f} {ratio:6.2f}x  {launch['kernel']} {launch['tile']}"
-                )
-    return "".join(f"{line}\n" for line in lines)
+
+    def compare(row: Row, arch: str) -> list[str]:
+        title = f"{row['model']}, batch {row['batch']}, {arch}: "
+        options = ["--model", row["model"], "--batch-sizes", str(row["batch"]), "--arch", arch, "--json"]
+        command = [sys.executable, "-c", "from vit_fast.cli import main; main()", "kernels", *options]
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit_s, cwd=ROOT)
+            found = json.loads(done.stdout)
+        except subprocess.TimeoutExpired:
+            return [f"{title}the estimate took more than {limit_s:.0f} s"]
+        except ValueError:
+            *_, why = f"exit status {done.returncode}", *done.stderr.strip().splitlines()
+            return [f"{title}no estimate: {why}"]
+        estimated = found["launches"]
+        names = [launch["kernel"].partition(",")[0] for launch in estimated]
+        launches = [(name.strip("_").removesuffix("_kernel"), us) for name, us in row["explained"]["launches"]]
+        own = [launch for launch in launches if launch[0] in names]
+        starts = [i for i in range(len(own)) if [name for name, _ in own[i : i + len(names)]] == names]
+        if not starts:
+            ran = ", ".join(dict.fromkeys(name for name, _ in launches))
+            return [f"{title}no block runs the estimated kernels ({', '.join(names)}), but {ran}"]
+        measured = [statistics.median(own[i + number][1] for i in starts) for number in range(len(names))]
+        floors = [launch["floor_us"] for launch in estimated]
+        kernels = [f"{launch['kernel']} {launch['tile']}" for launch in estimated]
+        table = [*zip(measured, floors, kernels), (sum(measured), sum(floors), "block")]
+        lines = [f"{title}median of {len(starts)} blocks, estimate for {found['gpu']}", " measured  estimated    ratio"]
+        lines += [f"{us:6.2f} us {floor:7.2f} us {us / max(floor, 1e-3):7.2f}x  {name}" for us, floor, name in table]
+        return lines
+
+    with ThreadPoolExecutor() as threads:
+        waiting = [
+            threads.submit(compare, row, "sm_" + record["machine"]["gpu"]["capability"].replace(".", ""))
+            for record in _records(out, f"{_folder_name(MODEL_JOB)}*/*/")
+            for row in record["rows"]
+            if row["status"] == "measured"
+        ]
+    text = "".join(f"\n{line}" for one in waiting for line in one.result())
+    return text and f"Kernels of a frozen block, measured and estimated by vit-fast kernels --model{text}\n"
 
 
 def run_jobs(jobs: Sequence[Job], out: Path, minutes: float = MINUTES) -> list[Found]:
@@ -294,8 +315,9 @@ def run_jobs(jobs: Sequence[Job], out: Path, minutes: float = MINUTES) -> list[F
     Time limits of jobs grow or shrink with `minutes`. The last job that starts may get less than its limit.
     """
     out.mkdir(parents=True, exist_ok=True)
-    path, found, end = out / "summary.json", [], time.monotonic() + 60 * minutes
-    machine = describe("cuda" if torch.cuda.is_available() else "cpu")
+    path, found, began = out / "summary.json", list[Found](), time.monotonic()
+    machine, end = describe("cuda" if torch.cuda.is_available() else "cpu"), began + 60 * minutes
+    print(f"{len(jobs)} jobs on {machine['device']} in {minutes:g} minutes; records: {out}, and packed {out}.tar.gz")
     for job in jobs:
         start = time.monotonic()
         result: Found = {"part": job.part, "name": job.name, "outcome": "no time left"}
@@ -303,20 +325,26 @@ def run_jobs(jobs: Sequence[Job], out: Path, minutes: float = MINUTES) -> list[F
         if not torch.cuda.is_available():
             result["outcome"] = "not measured: no GPU"
         elif limit_s >= LEAST_S:
-            print(f"{job.name} ...", flush=True)
-            result |= perform(job, out / re.sub(r"[^\w-]+", "_", job.name), limit_s)
+            print(f"\n{job.name}: started after {start - began:.0f} s, takes at most {limit_s:.0f} s", flush=True)
+            result |= perform(job, out / _folder_name(job.name), limit_s)
             result["seconds"] = round(time.monotonic() - start, 1)
         found.append(result)
         with file_aside(path) as aside:
             record = {"machine": machine, "total_seconds": 60 * minutes, "rows": found}
             aside.write_text(json.dumps(record, indent=1) + "\n")
         _pack(out)
-        print(f"{job.name}: {result['outcome']} {result.get('tests', '')}", flush=True)
+        print(_line(result), flush=True)
     if comparison := compare_with_model(out, max(end - time.monotonic(), END_S)):
-        print(comparison)
+        print("", comparison, sep="\n")
         (out / "model.txt").write_text(comparison)
         _pack(out)
+    print("\nAll jobs:", *map(_line, found), f"To write an HTML page: vit-fast report {out}/*/*/", sep="\n")
     return found
+
+
+def _line(found: Found) -> str:
+    tests = f" ({found['tests']})" if found.get("tests") else ""
+    return f"{found['name']}: {found['outcome']}{tests}" + (f", {found['seconds']:.0f} s" if "seconds" in found else "")
 
 
 def _pack(out: Path) -> None:

@@ -41,17 +41,16 @@ from vit_fast.ops.backends import triton_unavailable_reasons
 
 BENCH = {"models": ["mlp:5x16x32"], "candidates": ["eager"], "batch_sizes": [2], "dtypes": ["fp32"], "device": "cpu"}
 JOURNAL = "import os, sys, pathlib, time; path = pathlib.Path(sys.argv[1], '0.partial', 'rows.jsonl')\n"
-# of a process that gets no further; its record cannot be read, because it was killed before it wrote the configuration
-RESUMED = """path.parent.mkdir(exist_ok=True); path.open('a').write('{"kind": "resumed"}'); os._exit(9)"""
+RESUMED = """path.parent.mkdir(exist_ok=True); path.open('a').write('{"kind": "resumed"}'); os._exit(9)"""  # no header
 
 
 @pytest.mark.parametrize(
     ("script", "outcome"),
     [
         ("print('printed')", "measured"),
-        ("os.abort()", "failed: exit status -6; see log.txt"),
-        ("time.sleep(900)", "failed: timed out after 1 s; see log.txt"),
-        (RESUMED, "failed: exit status 9; see log.txt"),
+        ("os.abort()", "failed: exit status -6; see job/log.txt"),
+        ("time.sleep(900)", "failed: timed out after 1 s; see job/log.txt"),
+        (RESUMED, "failed: exit status 9; see job/log.txt"),
     ],
 )
 def test_outcome_of_a_job(script: str, outcome: str, tmp_path: Path, monkeypatch) -> None:
@@ -88,16 +87,17 @@ def test_a_process_that_cannot_be_killed_is_not_waited_for(tmp_path: Path, monke
     monkeypatch.setattr(gpu_check.subprocess, "Popen", lambda *_, **__: SimpleNamespace(pid=7, wait=wait))
     monkeypatch.setattr(gpu_check.os, "killpg", lambda *given: killed.append(given))
     job = Job("mlp", "m", 1.0, runs=(BENCH,))
-    assert gpu_check._run(job, tmp_path, 3.0) == "failed: timed out after 3 s; see log.txt"
+    assert gpu_check._run(job, tmp_path, 3.0) == f"failed: timed out after 3 s; see {tmp_path.name}/log.txt"
     assert (killed, waited) == ([(7, signal.SIGKILL)], [3.0, gpu_check.END_S])
 
 
 @pytest.mark.slow
-def test_a_job_of_tests(tmp_path: Path) -> None:
+def test_a_job_of_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "test_it.py"
     path.write_text("def test_a(): pass\ndef test_b(): assert 0\n")
     found = gpu_check.perform(Job("tests", "these", 300.0, (str(path),)), tmp_path / "job", 300.0)
     assert found["outcome"].startswith("failed: exit status 1") and found["tests"].startswith("1 failed, 1 passed")
+    assert "test_it.py::test_b\n" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("small_ceilings")
@@ -164,10 +164,8 @@ def test_bench_accepts_every_run_and_the_selected_tests_exist() -> None:
 
 
 def test_the_kernels_of_a_block_are_compared_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    estimated = [
-        {"kernel": "matmul, BIAS", "tile": "64", "floor_us": 4.0},
-        {"kernel": "attention_fwd", "tile": "", "floor_us": 8.0},
-    ]
+    floors = {"matmul, BIAS": 4.0, "attention_fwd": 8.0}
+    estimated = [{"kernel": name, "tile": "64", "floor_us": us} for name, us in floors.items()]
     block = [["_matmul_kernel", 5.0], ["_attention_fwd_kernel", 8.0]]
     launches = [["cublas", 9.0], ["_layer_norm_kernel", 1.0], *block, *block, ["_matmul_kernel", 1.0]]
     row = {
@@ -177,11 +175,14 @@ def test_the_kernels_of_a_block_are_compared_with_the_model(tmp_path: Path, monk
     record = {"format": records.FORMAT, "machine": {"gpu": {"capability": "9.0"}}, "rows": [row]}
     (tmp_path / "ViT-B_kernels" / "0").mkdir(parents=True)
     (tmp_path / "ViT-B_kernels" / "0" / "record.json").write_text(json.dumps(record))
-    done = SimpleNamespace(stdout=json.dumps({"launches": estimated}))
+    done = Mock(stdout=json.dumps({"gpu": "H100", "launches": estimated}), stderr="no such GPU\n", returncode=1)
     monkeypatch.setattr(gpu_check.subprocess, "run", lambda command, **_: done)
     lines = gpu_check.compare_with_model(tmp_path, 1.0).splitlines()
-    assert lines[0] == "m batch 8 sm_90: 2 blocks; measured, estimated us"
-    assert [line.split()[:3] for line in lines[1:]] == [["5.00", "4.00", "1.25x"], ["8.00", "8.00", "1.00x"]]
+    assert lines[1] == "m, batch 8, sm_90: median of 2 blocks, estimate for H100"
+    figures = [re.findall(r"[\d.]+", line)[:3] for line in lines[3:]]
+    assert figures == [["5.00", "4.00", "1.25"], ["8.00", "8.00", "1.00"], ["13.00", "12.00", "1.08"]]
+    done.stdout = ""
+    assert gpu_check.compare_with_model(tmp_path, 1.0).endswith("m, batch 8, sm_90: no estimate: no such GPU\n")
 
 
 # --- in forked processes on a pretend GPU -----------------------------------------------------------------------------
@@ -320,7 +321,7 @@ def test_every_benchmark_runs_on_a_pretend_gpu(name: str, check: Callable[..., F
     missing = {one for run in job.runs for one in run["candidates"] if not any(f"'{one}'" in key for key in found)}
     assert not missing
     if name == gpu_check.MODEL_JOB:
-        assert "2 blocks; measured, estimated us" in (out / "model.txt").read_text()
+        assert "median of 2 blocks, estimate for H100 SXM" in (out / "model.txt").read_text()
 
 
 @pytest.mark.slow(minutes=True)
