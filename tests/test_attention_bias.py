@@ -15,9 +15,12 @@ from torch import nn
 
 import vit_fast
 from vit_fast import ops
+from vit_fast.blocks import packed
 from vit_fast.blocks.block import freeze_block, parts_of
 from vit_fast.blocks.packed import run_packed
 from vit_fast.blocks.parts import TermParts, Windows
+from vit_fast.ops.attention import attention_among
+from vit_fast.ops.descriptions import ScoreTerms
 
 SIZES = (4, 2, 6, 12, 16)
 COMBINED = (*((form,) for form in FORMS), ("bias", "masked", "window_mask", "rel", "scale", "key_mask"))
@@ -38,10 +41,10 @@ def test_eager_and_sdpa_compute_the_formula(forms: tuple[str, ...]) -> None:
 
 def test_qkvpacked_takes_the_same_terms() -> None:
     made = bias_inputs(("bias", "window_mask", "rel", "scale"), (4, 2, 12, 12, 16), grid=4)
-    packed = torch.stack([made.pop(name) for name in "qkv"], 2).transpose(1, 3)  # [B, N, 3, H, D]
+    qkv = torch.stack([made.pop(name) for name in "qkv"], 2).transpose(1, 3)  # [B, N, 3, H, D]
     for backend in ("eager", "sdpa"):
-        found = ops.attention_qkvpacked(packed, **made, backend=backend)
-        torch.testing.assert_close(found, formula(*packed.transpose(1, 3).unbind(2), **made).transpose(1, 2))
+        found = ops.attention_qkvpacked(qkv, **made, backend=backend)
+        torch.testing.assert_close(found, formula(*qkv.transpose(1, 3).unbind(2), **made).transpose(1, 2))
 
 
 def test_gradcheck_of_the_reference() -> None:
@@ -143,6 +146,27 @@ def test_a_frozen_block_on_the_cpu_has_the_terms() -> None:
     vit_fast.freeze(blocks)
     torch.testing.assert_close(blocks(x), model(x))
     assert parts.frozen.steps().terms.bias is not frozen
+
+
+@pytest.mark.parametrize("by", ["flash", "matmul", "graph"])
+@torch.inference_mode()
+def test_implementations_of_frozen_attention(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one to run is measured, unless a query has no keys."""
+    groups = Windows((4, 6), (2, 3), (1, 2)).groups(torch.device("cpu"))
+    rel = torch.randn(2, 2, 16), torch.randn(3, 3, 16)
+    terms = ScoreTerms(torch.randn(1, 2, 6, 6), torch.randn(4, 6, 6), *rel, groups=groups)
+    qkv, asked = torch.randn(2, 24, 3, 2, 16), []
+    for each in (terms, ScoreTerms(groups=groups), terms._replace(scale=torch.rand(2)))[: 2 if by == "graph" else 3]:
+        found = packed._attend_terms(by, packed._with_one_bias(each), qkv, None)
+        expected = attention_among(qkv, None, terms=each, backend="eager").flatten(-2)
+        torch.testing.assert_close(found, expected)
+    monkeypatch.setattr(packed, "fastest", lambda layers, _: asked.append(layers) or dict.fromkeys(layers, by))
+    select = lambda terms: packed._select_for_terms({"terms": terms, "heads": 2}, torch.float32, 16)  # noqa: E731
+    assert select(terms) == by and by in next(iter(asked[0].values()))
+    terms.bias[0, 1, 3] = -torch.inf
+    assert select(terms) == "flash" and len(asked) == 1
+    with pytest.raises(ValueError, match="x must have 24 tokens for windows, got 25"):
+        packed._attend_terms(by, terms, torch.zeros(2, 25, 3, 2, 16), None)
 
 
 def test_windows() -> None:

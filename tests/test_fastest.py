@@ -188,7 +188,7 @@ def test_nothing_is_measured_while_tracing(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_attention_of_the_nearest_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
-    monkeypatch.setattr(packed, "_graph_of", lambda qkv, scale: lambda qkv: used.append(qkv.shape[1]))
+    monkeypatch.setattr(packed, "_graph_of", lambda qkv, scale: lambda: used.append(qkv.shape[1]))
     for tokens in (1, 49, 65, 196, 257, 1025):
         packed._attend({197: "graph", 50: "flash", 577: "graph"}, torch.zeros(1, tokens, 3, 2, 8), None, None)
     assert used == [196, 257, 1025]

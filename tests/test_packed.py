@@ -137,12 +137,14 @@ def test_tracers_and_other_calls_run_the_modules(way: str, runs: list[int]) -> N
 def test_onednn_graph_changes_no_other_torchscript(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention becomes one operator of oneDNN. Without oneDNN Graph, there is no graph, and flash attention runs."""
 
-    def graph_of(qkv: Tensor, threads: int = 1) -> Any:
-        return packed._attention_graph(qkv.shape, qkv.stride(), qkv.dtype, 0.125, threads)
+    def graph_of(*inputs: Tensor, threads: int = 1) -> Any:
+        layouts = tuple((tensor.shape, tensor.stride()) for tensor in inputs)
+        return packed._attention_graph(layouts, torch.float32, 0.125, threads)
 
-    qkv = torch.randn(1, 53, 3, 2, 64)
-    graph_of(qkv)(qkv)
-    assert "oneDNNFusionGroup" in str(torch.jit.last_executed_optimized_graph())
+    qkv, mask = torch.randn(1, 53, 3, 2, 64), torch.randn(1, 2, 53, 53)
+    for inputs in ((qkv,), (qkv, mask)):
+        graph_of(*inputs)(*inputs)
+        assert "oneDNNFusionGroup" in str(torch.jit.last_executed_optimized_graph())
     assert not torch.jit.onednn_fusion_enabled()
     function = torch.jit.CompilationUnit("def f(x):\n    return torch.softmax(torch.matmul(x, x), -1)\n").f
     for _ in range(3):

@@ -1,7 +1,8 @@
 """Runs frozen blocks on the CPU with weights that are packed once, instead of in every call of `F.linear`.
 
 `freeze` selects the implementation of each linear layer and of attention by a measurement (`fastest.py`): oneDNN with
-the activation in its epilogue or after it, MKL, or ATen; oneDNN Graph or torch's flash attention.
+the activation in its epilogue or after it, MKL, or ATen; oneDNN Graph or torch's flash attention, and with a bias or
+windows also matmuls and softmax.
 
 LayerNorm is not folded, because a LayerNorm without weight and bias is not faster on a CPU.
 """
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from ..ops import qk_norm_rope, reference
 from ..ops.attention import attention_among
-from ..ops.descriptions import Keys, Norm, Rope
+from ..ops.attention_bias import additive_mask, by_groups, with_rel
+from ..ops.descriptions import Keys, Norm, Rope, ScoreTerms
 from ..ops.registration import needs_gradient
 from .fastest import Timed, fastest, is_traced
 from .frozen import Frozen
@@ -126,7 +128,10 @@ class Packed(Frozen):
         for name, tensors in linears.items():
             steps[name] = PackedLinear(*tensors, implementation=self._selected[name])
         attends = {tokens: self._selected[f"attend {tokens}"] for tokens in TOKENS}
-        self._steps = SimpleNamespace(**steps, attend=functools.partial(_attend, attends))
+        attend: Callable[..., Tensor] = functools.partial(_attend, attends)
+        if steps["terms"] is not None:
+            attend = functools.partial(_attend_terms, self._selected["terms"], _with_one_bias(steps["terms"]))
+        self._steps = SimpleNamespace(**steps, attend=attend)
 
     def steps(self) -> Any:
         self.ensure_current()
@@ -154,7 +159,7 @@ def _run_block(x: Tensor, step: Any, rope: Rope | None, keys: Keys | None, outpu
     qkv = qkv.view(*qkv.shape[:-1], 3, step.heads, -1)
     if rope is not None or step.qk_norm is not None:
         qkv = qk_norm_rope(qkv, qk_norm=step.qk_norm, rope=rope, backend="sdpa")
-    if keys is None and step.terms is None:
+    if keys is None:
         mixed = step.attend(qkv, step.scale, outputs)
     else:
         mixed = attention_among(qkv, keys, scale=step.scale, terms=step.terms, backend="sdpa").flatten(-2)
@@ -177,9 +182,60 @@ def _attend(by_tokens: dict[int, str], qkv: Tensor, scale: float | None, outputs
     if outputs is None:
         nearest = min(by_tokens, key=lambda tokens: abs(math.log(tokens / qkv.shape[1])))
         if by_tokens[nearest] == "graph" and (graph := _graph_of(qkv, scale)) is not None:
-            return graph(qkv)
+            return graph()
     q, k, v = qkv.transpose(1, 3).unbind(2)
     return F.scaled_dot_product_attention(q[:, :, :outputs], k, v, scale=scale).transpose(1, 2).flatten(-2)
+
+
+def _with_one_bias(terms: ScoreTerms) -> ScoreTerms:
+    """Replaces bias and window mask by their sum [W or 1, H or 1, N, M], whose row b % W belongs to batch element b."""
+    W = 1 if terms.window_mask is None else len(terms.window_mask)
+    bias = reference.score_bias(terms._replace(rel_h=None, rel_w=None), W)
+    return terms._replace(bias=bias if bias is None or bias.dim() == 4 else bias[None], window_mask=None)
+
+
+def _attend_terms(by: str, terms: ScoreTerms, qkv: Tensor, scale: float | None, outputs: int | None = None) -> Tensor:
+    """Returns attention [B, N, H * D] with `terms` of `_with_one_bias`, by "flash", "graph" or "matmul"."""
+    if terms.groups is not None:
+        if terms.groups.numel() != qkv.shape[1]:
+            raise ValueError(f"x must have {terms.groups.numel()} tokens for windows, got {qkv.shape[1]}")
+        alone = terms._replace(groups=None)
+        return by_groups(lambda windows: _attend_terms(by, alone, windows, scale), qkv, terms.groups)
+    q, k, v = qkv.transpose(1, 3).unbind(2)
+    if terms.bias is not None and len(terms.bias) not in (1, len(q)):
+        terms = terms._replace(bias=terms.bias[torch.arange(len(q)) % len(terms.bias)])
+    mask = additive_mask(with_rel(terms, q), q, None)
+    if by == "graph" and (graph := _graph_of(qkv, scale, mask)) is not None:
+        return graph()
+    if terms.scale is not None:
+        q, scale = (q * terms.scale[:, None, None]).to(q.dtype), 1.0
+    if by == "matmul":
+        scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-1, -2)
+        mixed = (scores if mask is None else scores.add_(mask)).softmax(-1) @ v
+    else:
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    return mixed.transpose(1, 2).flatten(-2)
+
+
+def _select_for_terms(steps: dict[str, Any], dtype: torch.dtype, channels: int) -> str:
+    """Returns the fastest implementation of attention with the terms of a block, for one image."""
+    terms = _with_one_bias(steps["terms"])
+    if terms.bias is not None and bool((terms.bias == -torch.inf).all(-1).any()):
+        return "flash"  # the only one that returns 0 for queries without keys
+    tokens = TOKENS[0] if terms.bias is None else terms.bias.shape[-1]
+    if terms.rel_h is not None and terms.rel_w is not None:
+        tokens = len(terms.rel_h) * len(terms.rel_w)
+    if terms.groups is not None:
+        tokens = terms.groups.numel()
+    shapes = [None if tensor is None else tuple(tensor.shape) for tensor in terms]
+    key = f"attention, {dtype}, {tokens} tokens, {steps['heads']} heads, {channels} channels, terms {shapes}"
+    names = ["flash", "matmul", *(["graph"] if dtype != torch.float16 and terms.scale is None else [])]
+    qkv = torch.randn(1, tokens, 3, steps["heads"], channels, generator=torch.Generator().manual_seed(0), device="cpu")
+
+    def build(by: Mapping[str, str], timed: Timed) -> Callable[[], object]:
+        return functools.partial(timed(key, functools.partial(_attend_terms, by[key], terms)), qkv.to(dtype), None)
+
+    return fastest({key: names}, build)[key]
 
 
 def _select(linears: dict[str, tuple[Any, ...]], steps: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
@@ -212,39 +268,48 @@ def _select(linears: dict[str, tuple[Any, ...]], steps: dict[str, Any], dtype: t
         names[keys["attend"]] = attends
         measured = names if tokens == TOKENS[0] else {keys["attend"]: names[keys["attend"]]}
         selected |= fastest(measured, functools.partial(build, tokens=tokens))
-    return {name: selected[key] for name, key in keys.items()}
+    found = {name: selected[key] for name, key in keys.items()}
+    if steps["terms"] is not None:
+        found["terms"] = _select_for_terms(steps, dtype, width // heads)
+    return found
 
 
 _ATTENTION = """
-def attention(qkv):
+def attention(qkv{argument}):
     q, k, v = qkv.transpose(1, 3).unbind(2)
-    scores = torch.matmul(q, k.transpose(-1, -2)) * {scale!r}
+    scores = torch.matmul(q, k.transpose(-1, -2)) * {scale!r}{added}
     return torch.matmul(torch.softmax(scores, -1), v).transpose(1, 2).flatten(-2)
 """
 _FUSION = threading.Lock()
 
 
-def _graph_of(qkv: Tensor, scale: float | None) -> Callable[[Tensor], Tensor] | None:
-    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-    return _attention_graph(qkv.shape, qkv.stride(), qkv.dtype, scale, torch.get_num_threads())
+def _graph_of(qkv: Tensor, scale: float | None, mask: Tensor | None = None) -> Callable[[], Tensor] | None:
+    inputs, scale = (qkv,) if mask is None else (qkv, mask), qkv.shape[-1] ** -0.5 if scale is None else scale
+    layouts = tuple((tensor.shape, tensor.stride()) for tensor in inputs)
+    graph = _attention_graph(layouts, qkv.dtype, scale, torch.get_num_threads())
+    return None if graph is None else functools.partial(graph, *inputs)
 
 
 @functools.lru_cache(maxsize=GRAPHS)
 def _attention_graph(
-    shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, scale: float, threads: int
-) -> Callable[[Tensor], Tensor] | None:
-    """Compiles attention of qkv with oneDNN Graph; returns None if this is not supported.
+    layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...], dtype: torch.dtype, scale: float, threads: int
+) -> Callable[..., Tensor] | None:
+    """Compiles attention of qkv and, if there are two layouts (shape, strides), of a mask with oneDNN Graph.
+
+    Returns None if this is not supported.
 
     torch offers oneDNN Graph only in TorchScript, as a setting of the process. This function restores the setting.
     """
     try:
-        attention: Callable[[Tensor], Tensor] = torch.jit.CompilationUnit(_ATTENTION.format(scale=scale)).attention
+        argument, added = (", mask", " + mask") if len(layouts) > 1 else ("", "")
+        source = _ATTENTION.format(scale=scale, argument=argument, added=added)
+        attention: Callable[..., Tensor] = torch.jit.CompilationUnit(source).attention
         with _FUSION, torch.inference_mode():
             was_enabled = torch.jit.onednn_fusion_enabled()
             torch.jit.enable_onednn_fusion(True)
             try:
                 for _ in range(2):  # the first call records shapes, the second compiles
-                    attention(torch.empty_strided(shape, stride, dtype=dtype).zero_())
+                    attention(*(torch.empty_strided(*layout, dtype=dtype).zero_() for layout in layouts))
                 graph, *_ = str(torch.jit.last_executed_optimized_graph()).split("with prim::")
             finally:
                 torch.jit.enable_onednn_fusion(was_enabled)
