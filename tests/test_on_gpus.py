@@ -149,8 +149,9 @@ def test_memory_in_use_includes_graph_pools_and_other_libraries(gpus: Machine) -
     assert clock.memory_in_use(device) == start == mib
     with torch.no_grad():
         replay = capture(lambda: (x + 1) + 1, torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
+    gpus.reserved[0, gpus.captures[0].pool] += 3 * mib  # of the graph, which other graphs of the pool may use
     gpus.foreign[0] = 64 * mib  # the arena of another library
-    assert clock.memory_in_use(device) == start + 2 * mib + 64 * mib and replay() is not None
+    assert clock.memory_in_use(device) == start + 5 * mib + 64 * mib and replay() is not None
     assert clock.peak_memory_of_call(lambda: torch.zeros(4 * mib, dtype=torch.uint8, device=device), device) == 4 * mib
 
 
@@ -173,6 +174,7 @@ def test_memory_of_a_candidate_does_not_depend_on_earlier_garbage(gpus: Machine)
 def test_verify_leaves_all_generators_unchanged(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = verify._cases
     monkeypatch.setattr(verify, "_cases", lambda device, small: cases(device, True))
+    torch.manual_seed(3)  # verify seeds with 0
     for device in ("cuda:1", "cpu"):
         before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, range(2))]
         assert all(row["passed"] for row in verify.verify(["sdpa"], device)["rows"])
@@ -182,7 +184,8 @@ def test_verify_leaves_all_generators_unchanged(gpus: Machine, monkeypatch: pyte
 def test_lowered_clocks_are_counted_between_two_readings(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([(1_000_000, 0), (1_000_000, 500_000)])
 
-    def text(*_: object) -> str:
+    def text(device: torch.device, *query: str) -> str:
+        assert query == ("-q", "-d", "PERFORMANCE")
         thermal, brake = next(readings)
         return (
             "    Clocks Event Reasons\n        SW Thermal Slowdown : Not Active\n    Clocks Event Reasons Counters\n"
@@ -318,7 +321,8 @@ def test_the_test_kernel_needs_memory_and_no_capture(gpus: Machine) -> None:
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(device)):
         assert "must run a test kernel on cuda:1 first" in triton_unavailable_reasons(device)[0]
     gpus.foreign[1] = gpus.memory
-    assert "out of memory" in triton_unavailable_reasons(device)[0]
+    with torch.cuda.device(1):  # "cuda" is the current GPU
+        assert all("out of memory" in triton_unavailable_reasons(one)[0] for one in (device, torch.device("cuda")))
     gpus.foreign[1] = 0
     assert not triton_unavailable_reasons(device)
 
