@@ -163,3 +163,5 @@ def test_estimated_device_time_of_a_block() -> None:
     fc1 = next(row for row in rows if row["kernel"] == "matmul, layer_norm, gelu")
     assert fc1["MB"] == pytest.approx((50_432 * (768 + 3072) + 3072 * 768) * 2 / 1e6, rel=0.02)
     assert fc1["GFLOP"] == pytest.approx(2 * 50_432 * 768 * 3072 / 1e9, rel=1e-3)
+    attention = next(row for row in rows if row["kernel"].startswith("attention"))
+    assert attention["GFLOP"] == pytest.approx(4 * 50_432 * 197 * 768 / 1e9, rel=1e-3)
