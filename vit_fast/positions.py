@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -60,13 +61,21 @@ def rope_of(config: RopeConfig, grid: Size, head_dim: int, like: Tensor) -> tupl
     return tables(config, grid, head_dim, like.device, dtype)
 
 
+def pairs(x: Tensor, layout: str) -> Sequence[Tensor]:
+    """Returns the first and the second channels of all pairs, see `rotate`."""
+    return (x[..., ::2], x[..., 1::2]) if layout == "interleaved" else x.chunk(2, -1)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     """Rotates pairs (a, b) of channels of x [..., N, D] to (a cos - b sin, b cos + a sin); returns x's dtype.
 
-    cos and sin are [N, D/2]. Layout "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
+    cos and sin are [N, D/2], or [N, D] with a value for each result. Layout "half" pairs channels j and j + D/2,
+    "interleaved" pairs 2j and 2j + 1.
     """
-    a, b = (x[..., ::2], x[..., 1::2]) if layout == "interleaved" else x.chunk(2, -1)
-    turned = a * cos - b * sin, b * cos + a * sin
+    a, b = pairs(x, layout)
+    by_pair = cos.shape[-1] < x.shape[-1]
+    (cos_a, cos_b), (sin_a, sin_b) = ((table, table) if by_pair else pairs(table, layout) for table in (cos, sin))
+    turned = a * cos_a - b * sin_a, b * cos_b + a * sin_b
     joined = torch.stack(turned, -1).flatten(-2) if layout == "interleaved" else torch.cat(turned, -1)
     return joined.to(x.dtype)
 

@@ -28,6 +28,7 @@ from ..ops.descriptions import BlockTensors, Keys, Rope, interleave
 from ..ops.registration import constant_to_compiler, is_exporting, matmul_dtype, needs_gradient
 from .fp8_scales import PLACE
 from .frozen import Frozen, ReshapedError
+from .outlines import Outline, built, outline
 from .packed import Packed, packed_for, packing_reasons, run_packed
 from .parts import (
     NO_NORM,
@@ -36,11 +37,8 @@ from .parts import (
     Half,
     MlpParts,
     NormParts,
-    Outline,
     block_tensors,
-    built,
     options_of,
-    outline,
     sources,
     tensor_of,
 )
@@ -140,15 +138,16 @@ def _run_fused(
 
 
 def run_attention(parts: AttentionParts, x: Tensor, backend: str) -> Tensor:
-    """Runs an attention half without rotary embeddings on [B, N, C]."""
+    """Runs an attention half on [B, N, C] with the rotary embeddings of its parts."""
     x, norm, inside = _begun(parts, x)
     options = options_of(parts, None, x.device)
+    rope = None if parts.rope is None else parts.rope.now()
     if norm.kind != "none" and resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
-        y = fused_block(x, None, block_tensors(parts, None), residual=inside, **options)[0]
+        y = fused_block(x, None, block_tensors(parts, None), rope=rope, residual=inside, **options)[0]
     else:
         qkv = F.linear(reference.normalize(x, norm.now()), *parts.qkv.tensors()).unflatten(-1, (3, parts.num_heads, -1))
-        if parts.qk_norm is not None:
-            qkv = qk_norm_rope(qkv, qk_norm=options["qk_norm"], backend=backend)
+        if parts.qk_norm is not None or rope is not None:
+            qkv = qk_norm_rope(qkv, qk_norm=options["qk_norm"], rope=rope, backend=backend)
         mixed = attention_among(qkv, None, scale=parts.scale, terms=options["terms"], backend=backend).flatten(2)
         weight, bias, layer_scale = parts.with_scale(parts.proj)
         y = F.linear(mixed, weight, bias)
@@ -170,7 +169,7 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
 
 
 def run_halves(attention: AttentionParts | None, mlp: MlpParts | None, x: Tensor, backend: str) -> Tensor:
-    """Runs halves without rotary embeddings on [B, N, C]."""
+    """Runs halves on [B, N, C]."""
     y = x if attention is None else run_attention(attention, x, backend)
     if mlp is None:
         return y

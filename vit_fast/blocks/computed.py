@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .parts import CLASSES, Derived, Slot, tensor_of
+from .outlines import CLASSES
+from .parts import Derived, Slot, tensor_of
 
 # An ATen operator with its overload, or a function of the module `operator`, and arguments
 Step = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]

@@ -1,28 +1,19 @@
-"""A pre-norm encoder block of any library as data: `BlockParts`, which refers to modules and attribute names.
-
-While torch.compile traces, `built` rebuilds the parts from the block and a constant `outline`. If the compiled graph
-read the modules of `BlockParts` instead, torch.compile would guard each module in Python, doubling the host time.
-"""
+"""A pre-norm encoder block of any library as data: `BlockParts`, which refers to modules and attribute names."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..ops.descriptions import BlockTensors, Norm, QkNorm, ScoreTerms
-from .plain import Watch, forward_is_replaced, is_hooked
+from ..ops.descriptions import BlockTensors, Norm, QkNorm, Rope, ScoreTerms
+from .plain import Watch
 from .windows import Windows as Windows
 
 Slot = tuple[Any, str]  # a module, or a `Derived` object, and the name of one of its attributes
-Path = tuple[str, ...]
-Node = tuple[str, Any]  # kind and content of an object in an outline
-Outline = tuple[Node, Node, tuple[Path, ...], tuple[tuple[Path, str, Any], ...]]
-
-_LITERALS = (bool, int, float, str, tuple)
 
 
 class Derived:
@@ -32,6 +23,20 @@ class Derived:
 
     def compute(self) -> Tensor:
         raise NotImplementedError
+
+
+@dataclass(unsafe_hash=True)
+class Argument(Derived):
+    """A tensor that forward gets beside the tokens; `tensor` is None in parts that are not bound to a call."""
+
+    number: int
+    tensor: Tensor | None = field(default=None, compare=False)
+    slots = ()
+
+    def compute(self) -> Tensor:
+        if self.tensor is None:
+            raise RuntimeError(f"argument {self.number} must be bound to a call: use bound()")
+        return self.tensor
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,19 @@ class QkNormParts:
 
     def now(self) -> QkNorm:
         return QkNorm(self.q.now(), self.k.now(), self.over)
+
+
+@dataclass(frozen=True)
+class RopeParts:
+    """The sources of a block's `Rope`."""
+
+    cos: Slot
+    sin: Slot
+    prefix: int
+    layout: str
+
+    def now(self) -> Rope:
+        return Rope(tensor_of(*self.cos), tensor_of(*self.sin), self.prefix, self.layout)
 
 
 @dataclass(frozen=True)
@@ -194,6 +212,11 @@ class AttentionParts(Half):
     qk_norm: QkNormParts | None = None
     rotates_halves: bool = False  # True if calls pass rotary embeddings with the layout "half"
     terms: TermParts | None = None  # bias, window mask, scale per head, windows
+    rope: RopeParts | None = None  # rotary embeddings, unless the caller passes them to `run_as_block`
+
+    @property
+    def head_dim(self) -> int:
+        return int(sum(tensor_of(*slot).shape[0] for slot in self.qkv.weights) // (3 * self.num_heads))
 
     @property
     def rope_head(self) -> int:
@@ -202,7 +225,7 @@ class AttentionParts(Half):
             return 0
         if self.terms is not None and self.terms.rel_h is not None:  # whose tables have q's order of channels
             return 0
-        return sum(tensor_of(*slot).shape[0] for slot in self.qkv.weights) // (3 * self.num_heads)
+        return self.head_dim
 
 
 @dataclass(frozen=True)
@@ -292,8 +315,8 @@ def sources(attention: AttentionParts, mlp: MlpParts, every: bool = True) -> lis
 
 
 def origins(slot: Slot) -> tuple[Slot, ...]:
-    """Returns the slots of the tensors that a slot depends on."""
-    if not isinstance(slot[0], Derived):
+    """Returns the slots of the tensors and arguments that a slot depends on."""
+    if not isinstance(slot[0], Derived) or type(slot[0]) is Argument:
         return (slot,)
     return tuple(origin for each in slot[0].slots for origin in origins(each))
 
@@ -325,74 +348,18 @@ def tensor_of(owner: nn.Module, name: str) -> Any:
     return parameters[name] if name in parameters else getattr(owner, name)  # may now be a buffer
 
 
-_PARTS = (AttentionParts, LinearParts, MlpParts, NormParts, QkNormParts, TermParts, Windows)
-CLASSES: dict[str, Any] = {cls.__name__: cls for cls in _PARTS}
+def bound(parts: AttentionParts | None, tensors: Sequence[Tensor]) -> AttentionParts | None:
+    """Returns an attention half whose arguments are the tensors of a call."""
+    if parts is None or parts.rope is None:
+        return parts
+    cos, sin = (_bound(slot, tensors) for slot in (parts.rope.cos, parts.rope.sin))
+    return replace(parts, rope=replace(parts.rope, cos=cos, sin=sin))
 
 
-def outline(block: nn.Module, parts: BlockParts) -> Outline:
-    """Returns names and numbers from which `built` rebuilds the parts."""
-    paths = _paths(block)
-    values = tuple(
-        (paths[id(owner)], name, value if isinstance(value, _LITERALS) else None)
-        for owner, name, value in parts.watch.values
-        if id(owner) in paths and type(owner) is not nn.Identity  # an Identity has no values; its class is guarded
-    )
-    modules = tuple(paths[id(module)] for module in parts.watch.modules)
-    return _node(parts.attention, paths), _node(parts.mlp, paths), modules, values
-
-
-def detached(block: nn.Module, parts: Any) -> Node:
-    """Returns parts with paths below `block` instead of modules; `attached` rebuilds them on an equal block."""
-    return _node(parts, _paths(block))
-
-
-def _paths(block: nn.Module) -> dict[int, Path]:
-    """Returns the paths of all modules, and of objects in their attributes, e.g. a configuration."""
-    paths = {id(module): tuple(name.split(".")) if name else () for name, module in block.named_modules()}
-    for name, module in block.named_modules():
-        for own, value in vars(module).items():
-            if hasattr(value, "__dict__"):
-                paths.setdefault(id(value), (*(name.split(".") if name else ()), own))
-    return paths
-
-
-def _node(value: Any, paths: dict[int, Path]) -> Node:
-    if isinstance(value, nn.Module):
-        return "module", paths[id(value)]
-    if type(value) is tuple:
-        return "tuple", tuple(_node(each, paths) for each in value)
-    if type(value) in CLASSES.values():
-        return type(value).__name__, tuple(_node(getattr(value, each.name), paths) for each in fields(value))
-    return "value", value
-
-
-def built(block: Any, traced: Outline) -> BlockParts:
-    """Rebuilds the parts. Reads all watched attributes, so that torch.compile guards them."""
-    attention, mlp, modules, values = traced
-    for path in modules:  # guards classes, and hooks if configured; parameters are guarded as inputs
-        is_hooked(_at(block, path))
-        forward_is_replaced(_at(block, path))
-    for path, name, value in values:
-        if getattr(_at(block, path), name, None) != value:
-            continue  # a function, which torch.compile guards too
-    parts: BlockParts = block.vit_fast_parts
-    return BlockParts(attached(block, attention), attached(block, mlp), (), (), parts.watch, parts.frozen, parts.fp8)
-
-
-def attached(block: Any, node: Node) -> Any:
-    kind, content = node
-    if kind == "module":
-        return _at(block, content)
-    if kind == "value":
-        return content
-    inner = [attached(block, each) for each in content]
-    if kind == "tuple":
-        return tuple(inner)
-    cls = CLASSES[kind]
-    return cls(**dict(zip(cls.__dataclass_fields__, inner)))
-
-
-def _at(block: Any, path: Path) -> Any:
-    for name in path:
-        block = getattr(block, name)
-    return block
+def _bound(slot: Slot, tensors: Sequence[Tensor]) -> Slot:
+    owner, name = slot
+    if type(owner) is Argument:
+        return Argument(owner.number, tensors[owner.number]), name
+    if isinstance(owner, Derived):
+        return replace(owner, slots=tuple(_bound(each, tensors) for each in owner.slots)), name  # type: ignore[type-var]
+    return slot

@@ -241,10 +241,10 @@ def check_qk_norm(qk_norm: QkNorm, heads: int, head_dim: int) -> None:
             raise ValueError(f"qk_norm.q.{part} and qk_norm.k.{part} must both be tensors or both be None")
 
 
-def checked_rope(rope: Rope, shape: Sequence[int], is_folded: bool = False) -> Rope:
+def checked_rope(rope: Rope, shape: Sequence[int], is_folded: bool = False, by_pair: bool = True) -> Rope:
     """Checks the rotary embeddings for qkv [B, N, 3, H, D]; returns them with tables [B or 1, H or 1, T, D/2].
 
-    `is_folded` allows the layout that `interleave` returns.
+    `is_folded` allows the layout that `interleave` returns. Without `by_pair`, tables [..., D] stay [..., D].
     """
     B, N, _, H, D = shape
     cos, sin, prefix, layout = rope
@@ -267,7 +267,8 @@ def checked_rope(rope: Rope, shape: Sequence[int], is_folded: bool = False) -> R
             f"rope.cos must have shape [T, d], [B, T, d] or [B or 1, H or 1, T, d] with T = {T}, B = {B}, H = {H} "
             f"and d = {D // 2} or {D}, got {tuple(cos.shape)}"
         )
-    return Rope(_one_value_per_pair(cos, D, layout), _one_value_per_pair(sin, D, layout), prefix, layout)
+    cos, sin = (_one_value_per_pair(table, D if by_pair else 0, layout) for table in (cos, sin))
+    return Rope(cos, sin, prefix, layout)
 
 
 def _one_value_per_pair(table: Tensor, head_dim: int, layout: str) -> Tensor:

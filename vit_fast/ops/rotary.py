@@ -87,10 +87,10 @@ def qk_norm_rope(
         return qk_norm_rope(qkv[None], qk_norm=qk_norm, rope=rope, backend=backend)[0]
     if qk_norm is not None:
         check_qk_norm(qk_norm, *qkv.shape[-2:])
+    runs_kernel = resolve_backend(backend, qkv.device, qkv.dtype) == "triton" and not is_exporting()
     if rope is not None:
-        rope = checked_rope(rope, qkv.shape)
-    backend = resolve_backend(backend, qkv.device, qkv.dtype)
-    if backend == "triton" and not is_exporting():
+        rope = checked_rope(rope, qkv.shape, by_pair=runs_kernel)
+    if runs_kernel:
         tensors, settings, prefix = operator_arguments(qkv, qk_norm, rope)
         out: Tensor = _forward_kernel(qkv, list(tensors[:6]), prefix, *settings)
         return out

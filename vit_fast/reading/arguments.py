@@ -52,12 +52,19 @@ def sizes_for(ties: Ties, shape: Sequence[int]) -> list[list[int]]:
     return [[size if isinstance(size, int) else shape[size[0]] - size[1] for size in each] for each in ties]
 
 
+def margin(ties: Ties, axis: int) -> int:
+    """Returns how much smaller than an axis of the tokens sizes of the tensors are."""
+    return max((tie[1] for each in ties for tie in each if not isinstance(tie, int) and tie[0] == axis), default=0)
+
+
 def fits(ties: Ties, shape: Sequence[int], tensors: Sequence[Tensor]) -> bool:
     for sizes, tensor in zip(ties, tensors):
         if tensor.dim() != len(sizes):
             return False
         for size, tied in zip(tensor.shape, sizes):
             if size != (tied if isinstance(tied, int) else shape[tied[0]] - tied[1]):
+                return False
+            if size < 2 and not isinstance(tied, int) and tied[1]:  # see `least` of `free_dimensions`
                 return False
     return True
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..blocks.fused import FusedModule
-from ..blocks.parts import Slot
+from ..blocks.parts import Argument, Slot
 
 # Operators whose result does not depend on the values of their input
 CREATORS = {
@@ -88,18 +89,20 @@ def tokens_like(shape: Iterable[int]) -> Tensor:
     return x
 
 
-def free_dimensions(forward: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> set[int]:
-    """Returns the dimensions on whose size the Python code of a forward does not branch."""
+def free_dimensions(forward: Callable[[Tensor], Tensor], shape: tuple[int, ...], least: Sequence[int]) -> set[int]:
+    """Returns the dimensions on whose size the Python code of a forward does not branch, for sizes from `least` on."""
     every = set(range(len(shape) - 1))
     for tried in (every, {0}, {1}):  # some operators support symbolic sizes of the batch only
         try:
-            return tried - _guarded(forward, shape, tried)
+            return tried - _guarded(forward, shape, tried, least)
         except Exception:  # e.g. an operator without support for symbolic sizes
             continue
     return set()
 
 
-def _guarded(forward: Callable[[Tensor], Tensor], shape: tuple[int, ...], symbolic: set[int]) -> set[int]:
+def _guarded(
+    forward: Callable[[Tensor], Tensor], shape: tuple[int, ...], symbolic: set[int], least: Sequence[int]
+) -> set[int]:
     # one symbol per size: any branch on a size is recorded as a guard
     shapes = ShapeEnv(duck_shape=False)
     kinds = [DimDynamic.DYNAMIC if i in symbolic else DimDynamic.STATIC for i in range(len(shape))]
@@ -108,6 +111,8 @@ def _guarded(forward: Callable[[Tensor], Tensor], shape: tuple[int, ...], symbol
         torch.empty([max(size, 2) for size in shape], dtype=torch.float64),
         symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds),
     )
+    sizes: list[Any] = list(x.shape)
+    symbols = {i: sizes[i].node.expr for i in symbolic}  # forward may replace them by numbers, e.g. by len(x)
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -115,9 +120,18 @@ def _guarded(forward: Callable[[Tensor], Tensor], shape: tuple[int, ...], symbol
             forward(x)
     finally:
         log.disabled = was_disabled
-    symbols: set[Any] = set().union(*(guard.expr.free_symbols for guard in shapes.guards))
-    sizes: list[Any] = list(x.shape)
-    return {i for i in symbolic if sizes[i].node.expr in symbols}
+    every = {symbol: sympy.Dummy(integer=True, nonnegative=True) + least[i] for i, symbol in symbols.items()}
+    guards: Any = [guard.expr for guard in shapes.guards if not _always_holds(guard.expr.subs(every))]
+    compared: set[Any] = set().union(*(guard.free_symbols for guard in guards))
+    # int(len(x)) is usual, as in Swin; `proof.py` tries other batch sizes
+    return {i for i, symbol in symbols.items() if symbol in compared and (i > 0 or symbol not in shapes.replacements)}
+
+
+def _always_holds(guard: Any) -> bool:
+    """Returns True for a comparison that is true, e.g. of a size that is at least 2 with 0 or 1."""
+    if isinstance(guard, sympy.core.relational.Relational):
+        guard = guard.func(sympy.expand(guard.lhs - guard.rhs), 0)
+    return guard is sympy.true
 
 
 class InDouble(TorchFunctionMode):
@@ -178,6 +192,8 @@ class Graph(fx.Interpreter):
             sources = [] if operator_of(node) in CREATORS else node.all_input_nodes
             self.ancestors[node] = {*sources, *(each for source in sources for each in self.ancestors[source])}
         self.input, *self.others = (node for node in self.nodes if node.op == "placeholder")
+        arguments = [(Argument(i, tensor), "tensor") for i, tensor in enumerate(tensors[1:])]
+        self.slots |= dict(zip(self.others, arguments))
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -191,7 +207,7 @@ class Graph(fx.Interpreter):
 
     def depends(self, node: fx.Node) -> bool:
         """Returns True if a node depends on parameters, buffers or arguments."""
-        return bool({*self.slots, *self.others} & {node, *self.ancestors[node]})
+        return bool(self.slots.keys() & {node, *self.ancestors[node]})
 
     def live_inputs(self, node: fx.Node) -> list[fx.Node]:
         return [each for each in node.all_input_nodes if self.is_live(each)]
@@ -201,7 +217,7 @@ class Graph(fx.Interpreter):
         path = self.path(before, after)
         dead = {each for node in path for each in node.all_input_nodes if not self.is_live(each)}
         dead |= {each for node in dead for each in self.ancestors[node]}
-        return [self.slots[node] for node in self.nodes if node in dead and node in self.slots]
+        return [self.slots[node] for node in self.nodes if node in dead & self.slots.keys() - {*self.others}]
 
     def path(self, before: fx.Node, after: fx.Node) -> list[fx.Node]:
         """Returns the nodes that depend on `before` and lead to `after`, in order, with `after`."""

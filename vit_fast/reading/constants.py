@@ -27,10 +27,10 @@ def computed(graph: Graph, node: fx.Node) -> Slot:
     return _slot(graph, slots, tuple(_step(graph, each, numbers) for each in made), numbers[node])
 
 
-def derived(graph: Graph, slots: Sequence[Slot], operator: str, *args: Any, **kwargs: Any) -> Slot:
+def derived(graph: Graph, slots: Sequence[Slot], name: str, *args: Any, **kwargs: Any) -> Slot:
     """Returns the slot of an operator's result; its first arguments are the tensors at `slots`."""
     results = tuple((RESULT, i) for i in range(len(slots)))
-    step = operator, (*results, *(_encoded(each, {}) for each in args)), tuple(kwargs.items())
+    step = name, (*results, *(_encoded(each, {}) for each in args)), tuple(kwargs.items())
     return _slot(graph, tuple(slots), (step,), len(slots))
 
 

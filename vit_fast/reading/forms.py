@@ -13,9 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 from ..blocks.block import parts_of, run_attention, run_halves
 from ..blocks.fused import Finding, FusedModule, FusedNormMlp
-from ..blocks.parts import AttentionParts, BlockParts, Derived, MlpParts, Node, attached, origins, tensor_at
+from ..blocks.outlines import Node, attached
+from ..blocks.parts import Argument, AttentionParts, BlockParts, Derived, MlpParts, bound, origins
 from ..blocks.reading import Reader
 from ..ops.attention import attend_as_torch
+from ..ops.registration import needs_gradient
 from .arguments import Ties, fits
 from .calls import Call, Kind, attributes_of, drop_slots, state_of, structure_of
 from .matcher import Reading
@@ -95,9 +97,7 @@ class ReadModule(Created, FusedNormMlp):
     @classmethod
     def head_width(cls, module: Any) -> int | None:
         attention = module.vit_fast_recipe.reading(module).attention
-        if attention is None:
-            return None
-        return int(sum(tensor_at(slot).shape[0] for slot in attention.qkv.weights) // (3 * attention.num_heads))
+        return None if attention is None else int(attention.head_dim)
 
     @classmethod
     def triton_reasons(cls, module: Any) -> list[str]:
@@ -119,7 +119,8 @@ class ReadModule(Created, FusedNormMlp):
         block.watch_children(list(owner._modules))
         for part in owner.modules():
             block.values += attributes_of(part)
-        kinds = [Kind(origin) for slot in slots_of(half) if isinstance(slot[0], Derived) for origin in origins(slot)]
+        derived = [slot for slot in slots_of(half) if isinstance(slot[0], Derived)]
+        kinds = [Kind(each) for slot in derived for each in origins(slot) if not isinstance(each[0], Argument)]
         block.values += [(kind, "now", kind.now) for kind in kinds]
         if (structure_of(owner), state_of(owner)) != (owner.vit_fast_structure, owner.vit_fast_state):
             block.reasons.append("a module or attribute inside it changed: call fuse again with example=")
@@ -141,11 +142,15 @@ class ReadModule(Created, FusedNormMlp):
         tensors = self.vit_fast_recipe.call.tensors(args, kwargs)
         if tensors is None or not self._is_captured(*tensors) or (parts := self.ready()) is None:
             return super().forward(*args, **kwargs)
-        recipe, x = self.vit_fast_recipe, tensors[0]
-        reading = Reading(parts.attention, parts.mlp, recipe.layout)
-        y, backend, (attention, mlp) = reading.batched(x), self.vit_fast_backend, parts.halves
+        recipe, (x, *others), (attention, mlp) = self.vit_fast_recipe, tensors, parts.halves
+        attention = bound(attention, others) if others else attention
+        rope = None if attention is None or attention.rope is None else attention.rope.now()
+        if rope is not None and needs_gradient(rope.cos, rope.sin):  # kernels do not compute gradients of tables
+            return super().forward(*args, **kwargs)
+        reading = Reading(attention, mlp, recipe.layout)
+        y, backend = reading.batched(x), self.vit_fast_backend
         if attention is not None and mlp is not None and attention.is_pre_norm and mlp.is_pre_norm:
-            y = self.run_as_block(parts, y, functools.partial(run_attention, attention, backend=backend))
+            y = self.run_as_block(parts, y, functools.partial(run_attention, attention, backend=backend), rope=rope)
         else:
             y = run_halves(attention, mlp, y, backend)
         return recipe.call.returned(reading.restored(y, x), *tensors)

@@ -16,6 +16,7 @@ from ..blocks.parts import (
     MlpParts,
     NormParts,
     QkNormParts,
+    RopeParts,
     Slot,
     TermParts,
     block_tensors,
@@ -23,10 +24,10 @@ from ..blocks.parts import (
 )
 from ..ops import reference
 from ..ops.attention import attention_among
-from ..ops.descriptions import QkNorm
 from .capture import Graph, UnreadableError, operator_of
 from .constants import derived
 from .elements import TOLERANCE, Linear, Vectors, cores_of, is_equal, linears_of, rows, same_tokens
+from .rotary import ropes_of, rotated_by
 from .terms import factor_of, terms_of
 
 NORM_ENDS = {"layer_norm", "rms_norm", "mul", "add", "div"}  # operators that may be the last one of a norm
@@ -72,24 +73,32 @@ class Halves(Vectors):
         for normalizes, qkv, term in itertools.product((False, True), orders, terms):
             weight, bias = qkv.tensors()
             projected = F.linear(normed, weight, bias).unflatten(-1, (3, heads, -1))
-            for qk_norm in self._qk_norms(projected) if normalizes else (None,):
-                parts = None if qk_norm is None else qk_norm.now()
-                scale = self._scale(reference.qk_norm_rope(projected, parts, None), term)
+            for qk_norm, rope, rotated in self._rotated(projected, normalizes):
+                scale = self._scale(rotated, term)
                 if scale is None:
                     continue
                 if term is not None and term.scale is not None:
                     term = replace(term, scale=derived(graph, (term.scale,), "mul.Scalar", scale))
-                mixed = mix(projected, parts, scale, term)
+                mixed = mix(rotated, scale, term)
                 if not same_tokens(mixed, target):
                     continue
                 width = projected.shape[-1]
                 attention = AttentionParts(
                     norm=norm, layer_scale=None, drop_path=None, dropouts=(), module=self.root, qkv=qkv,
                     num_heads=heads, scale=None if abs(scale * width**0.5 - 1) < TOLERANCE else scale,
-                    proj=_owner(proj, "its output projection"), qk_norm=qk_norm, terms=term,
+                    proj=_owner(proj, "its output projection"), qk_norm=qk_norm, terms=term, rope=rope,
+                    rotates_halves=rope is not None and rope.layout == "half",
                 )  # fmt: skip
                 return attention, F.linear(mixed, attention.proj.weight, attention.proj.bias), proj
         raise UnreadableError(problem)
+
+    def _rotated(self, qkv: Tensor, normalizes: bool) -> Iterator[tuple[QkNormParts | None, RopeParts | None, Tensor]]:
+        """Yields norms and rotary embeddings of q and k, and the result."""
+        for qk_norm in self._qk_norms(qkv) if normalizes else (None,):
+            normed = reference.qk_norm_rope(qkv, None if qk_norm is None else qk_norm.now(), None)
+            start = self._source(self.cores[0].q, "q").node
+            for rope in ropes_of(self.graph, self.cores[0], start, normed):
+                yield qk_norm, rope, rotated_by(rope, normed)
 
     def _source(self, operand: fx.Node, part: str) -> Linear:
         """Returns the linear layer from which an operand of a product is computed."""
@@ -266,8 +275,7 @@ def branch_of(mlp: MlpParts, x: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def mix(qkv: Tensor, qk_norm: QkNorm | None, scale: float, terms: TermParts | None) -> Tensor:
+def mix(qkv: Tensor, scale: float, terms: TermParts | None) -> Tensor:
     """Computes attention from qkv [B, N, 3, H, D] by the reference, -> [B, N, H * D]."""
-    qkv = reference.qk_norm_rope(qkv, qk_norm, None)
     now = None if terms is None else terms.now(qkv.device)
     return attention_among(qkv, None, scale=scale, terms=now, backend="eager").flatten(2)

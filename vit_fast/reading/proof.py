@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.block import run_halves
-from ..blocks.parts import Derived, Slot, origins, tensor_at
+from ..blocks.parts import Argument, Derived, Slot, bound, origins, tensor_at
 from .arguments import Probe
 from .calls import drop_slots
 from .capture import Graph, UnreadableError, tokens_like
@@ -22,9 +22,10 @@ Dtypes = tuple[torch.dtype, ...]  # of the tokens, then of other tensors
 LIMITS = {torch.float64: 2e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
-def run_reading(reading: Reading, x: Tensor, backend: str) -> Tensor:
-    """Computes the module from its parts. Keeps the module's layout."""
-    return reading.restored(run_halves(reading.attention, reading.mlp, reading.batched(x), backend), x)
+def run_reading(reading: Reading, x: Tensor, backend: str, others: Sequence[Tensor] = ()) -> Tensor:
+    """Computes the module from its parts and the other tensors of a call. Keeps the module's layout."""
+    attention = bound(reading.attention, others)
+    return reading.restored(run_halves(attention, reading.mlp, reading.batched(x), backend), x)
 
 
 def slots_of(parts: Any) -> Iterator[Slot]:
@@ -46,14 +47,15 @@ def check_complete(graph: Graph, reading: Reading, names: Sequence[int | str]) -
     """Raises UnreadableError if the output depends on a tensor of the module that is not among the parts."""
     slots = [origin for half in (reading.attention, reading.mlp) for slot in slots_of(half) for origin in origins(slot)]
     held = {id(tensor_at(slot)) for slot in slots}
-    for node, name in zip(graph.others, names):
-        if node in graph.ancestors[graph.nodes[-1]]:
-            raise UnreadableError(f"its output depends on its argument {name}")
+    constant = (replace(reading.attention, rope=None) if reading.attention else None, reading.mlp)
+    if any(isinstance(owner, Argument) for slot in slots_of(constant) for owner, _ in origins(slot)):
+        raise UnreadableError("its linear layers, norms, biases or masks depend on an argument")
     for node in graph.nodes:
         if node in graph.slots and node in graph.ancestors[graph.nodes[-1]]:
             owner, name = graph.slots[node]
             if id(tensor_at((owner, name))) not in held:
-                raise UnreadableError(f"its output depends on {name!r}, which is not a part of attention or MLP")
+                what = f"argument {names[owner.number]}" if isinstance(owner, Argument) else repr(name)
+                raise UnreadableError(f"its output depends on {what}, which is not a part of attention or MLP")
 
 
 def prove(copied: nn.Module, call: Probe, reading: Reading, shape: tuple[int, ...], magnitude: float = 1.0) -> None:
@@ -65,7 +67,7 @@ def prove(copied: nn.Module, call: Probe, reading: Reading, shape: tuple[int, ..
     results: list[list[Any]] = []
     runs: tuple[Callable[[Tensor], Tensor], ...] = (
         lambda x: call.run(copied, x),
-        lambda x: run_reading(reading, x, "eager"),
+        lambda x: run_reading(reading, x, "eager", call.others(x)),
     )
     for run in runs:
         given = x.clone().requires_grad_()
@@ -96,7 +98,7 @@ def prove_in_contexts(copied: nn.Module, call: Probe, reading: Reading, x: Tenso
             torch.set_autocast_enabled(device, enabled)  # leaves fp64 as it is
         try:
             with torch.no_grad():
-                expected, found = call.run(copied, given), run_reading(reading, given, "eager")
+                expected, found = call.run(copied, given), run_reading(reading, given, "eager", call.others(given))
         finally:
             for device, was_enabled in before:
                 torch.set_autocast_enabled(device, was_enabled)
@@ -112,7 +114,7 @@ def prove_other_weights(copied: nn.Module, call: Probe, reading: Reading, x: Ten
         for factor, limit in ((-1.0, 10 * LIMITS[torch.float64]), (100.0, 0.01), (-100.0, 0.01)):  # fp32 rounds scores
             for parameter, before in held:
                 parameter.copy_(before * factor)
-            expected, found = call.run(copied, x), run_reading(reading, x, "eager")
+            expected, found = call.run(copied, x), run_reading(reading, x, "eager", call.others(x))
             for parameter, before in held:
                 parameter.copy_(before)
             if expected.isfinite().all() and not _is_near(found, expected, limit):
@@ -133,7 +135,7 @@ def proved_dtypes(copied: nn.Module, call: Probe, reading: Reading, shape: tuple
         for of_others in dict.fromkeys((None, torch.float32)) if call.tensors else (None,):
             probe = replace(call, dtype=of_others)
             try:
-                y, expected = run_reading(reading, x, "eager"), probe.run(copied, x)
+                y, expected = run_reading(reading, x, "eager", probe.others(x)), probe.run(copied, x)
             except (RuntimeError, TypeError, UnreadableError):
                 continue
             if y.dtype is expected.dtype is dtype and _is_near(y - base, expected - base, limit):
@@ -150,7 +152,7 @@ def is_same_in_training(copied: nn.Module, call: Probe, reading: Reading, x: Ten
         except (RuntimeError, ValueError, UnreadableError):
             return False
         same = all(map(torch.equal, before, copied.buffers()))
-        return same and _is_near(y, run_reading(reading, x, "eager"), LIMITS[torch.float64])
+        return same and _is_near(y, run_reading(reading, x, "eager", call.others(x)), LIMITS[torch.float64])
 
 
 @contextmanager
@@ -180,7 +182,8 @@ def with_drop_paths(copied: nn.Module, call: Probe, reading: Reading, x: Tensor)
             hook.remove()
             for removed in [*([name] for name in halves), list(halves)]:
                 without: Any = {name: replace(halves[name], drop_path=_Drops()) for name in removed}
-                if _is_near(y, run_reading(replace(reading, **without), x, "eager"), LIMITS[torch.float64]):
+                rest = run_reading(replace(reading, **without), x, "eager", call.others(x))
+                if _is_near(y, rest, LIMITS[torch.float64]):
                     found: Any = {name: replace(getattr(reading, name), drop_path=part) for name in removed}
                     reading = replace(reading, **found)
     return reading

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..blocks.parts import Derived, detached
+from ..blocks.outlines import detached
+from ..blocks.parts import Derived, bound
 from ..blocks.plain import touch_reasons
-from .arguments import Probe, Ties, ties_of
+from .arguments import Probe, Ties, margin, ties_of
 from .calls import Call, attributes_of, state_of, structure_of
 from .capture import Graph, UnreadableError, capture, free_dimensions, random_copy, tokens_like
 from .forms import Recipe, hidden_name
@@ -30,6 +31,7 @@ from .proof import (
     with_drop_paths,
 )
 from .recorder import Found, Record, recorded
+from .rotary import check_pairs
 
 SMALL = (2, 7)  # batch size and number of tokens of a capture, if the forward supports any
 # Relative error of a module's parts on the example in the model's dtype
@@ -76,20 +78,25 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None, others: Sequenc
         return graph, reading
 
     def attempt(ties: Ties) -> Recipe:
-        probe, small, shape = Probe(call, others, ties), _small(x), tuple(x.shape)
+        probe, small, shape = Probe(call, others, ties), _small(x, ties), tuple(x.shape)
         try:
             graph, reading = captured(small, probe)
-            slots = slots_of(reading.attention and reading.attention.terms)
-            fixed = graph.makes_constants() or any(isinstance(owner, Derived) for owner, _ in slots)
+            fixed = graph.makes_constants()  # the reading is valid for this number of tokens only
         except UnreadableError:
             _, reading = captured(shape, probe)
             small, fixed = shape, True
-        free = free_dimensions(functools.partial(probe.run, copied), shape)
-        if (
-            fixed or len(free) < len(shape) - 1
-        ) and small != shape:  # the reading is valid for this number of tokens only
-            _, reading = captured(shape, probe)
-            small = shape
+        least = [2 + margin(ties, axis) for axis in range(len(shape) - 1)]
+        free = free_dimensions(functools.partial(probe.run, copied), shape, least)
+        attention = reading.attention
+        slots = slots_of(attention and (attention.terms, attention.rope))
+        if is_derived := any(isinstance(owner, Derived) for owner, _ in slots):
+            fixed = fixed or small == shape
+        if small != shape and (fixed or is_derived or len(free) < len(shape) - 1):
+            _, whole = captured(shape, probe)
+            # do operators of tables and masks contain sizes?
+            fixed = fixed or (is_derived and detached(copied, whole.attention) != detached(copied, attention))
+            if fixed or len(free) < len(shape) - 1:
+                reading, small = whole, shape
         batch = 1 if reading.layout == "[N, B, C]" else 0
         free = free & {batch} if fixed else free
         allowed = tuple(None if i in free else size for i, size in enumerate(shape))
@@ -109,9 +116,10 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None, others: Sequenc
         return fixed
 
 
-def _small(x: Tensor) -> tuple[int, ...]:
+def _small(x: Tensor, ties: Ties) -> tuple[int, ...]:
     """Returns the shape of a capture if the forward supports any batch size and number of tokens."""
-    return (SMALL[0], *(SMALL[1:] * (x.dim() - 2)), x.shape[-1])
+    sizes = (SMALL[0], *(SMALL[1:] * (x.dim() - 2)))
+    return (*(size + margin(ties, axis) for axis, size in enumerate(sizes)), x.shape[-1])
 
 
 def _proved(
@@ -122,7 +130,8 @@ def _proved(
     if any(allowed[:-1]):  # the others may have another size
         prove(copied, call, reading, tuple(size + (fixed is None) for size, fixed in zip(probe, allowed)))
     prove(copied, call, reading, probe, magnitude=1e3)  # e.g. for a clamp
-    for i in [i for i, fixed in enumerate(allowed) if fixed is None]:  # symbolic sizes are never 1
+    free = [i for i, fixed in enumerate(allowed) if fixed is None and not margin(call.ties, i)]
+    for i in free:  # symbolic sizes are never 1
         try:
             prove(copied, call, reading, (*probe[:i], 1, *probe[i + 1 :]))
         except UnreadableError:
@@ -227,7 +236,7 @@ def _rebound(module: nn.Module, recipe: Recipe, x: Tensor, others: Sequence[Tens
     """Proves a recipe for a module with equal structure, but other attributes."""
     copied = random_copy(module)
     shape = tuple(x.shape)
-    probe = shape if any(recipe.shape[:-1]) else _small(x)
+    probe = shape if any(recipe.shape[:-1]) else _small(x, recipe.ties)
     return _proved(copied, Probe(recipe.call, others, recipe.ties), recipe.reading(copied), probe, shape, recipe.shape)
 
 
@@ -238,7 +247,10 @@ def _check_example(module: nn.Module, recipe: Recipe, record: Record) -> None:
     halves = {name: getattr(reading, name) for name in ("attention", "mlp")}  # the module may be in training mode
     reading = replace(reading, **{name: half and replace(half, drop_path=None) for name, half in halves.items()})
     with torch.no_grad():
-        parts = run_reading(reading, x, "sdpa")
+        attention = bound(reading.attention, record.tensors[1:])
+        if attention is not None and attention.rope is not None:
+            check_pairs(attention.rope.now(), attention.head_dim)
+        parts = run_reading(reading, x, "sdpa", record.tensors[1:])
     base = reading.base(x)
     limit = EXAMPLE_LIMITS.get(x.dtype, 0.05)
     if not (parts - y).norm() <= limit * (y - base).norm() + 1e-6 * y.norm():
