@@ -49,4 +49,6 @@ def reasons_of(
         reasons.append("the model fixes the batch: compute sizes from x.shape, or pass dynamic_batch=False")
     elif exported is not None:
         reasons.append("ONNX has no such operator: compute it from others")
+    elif frames:
+        reasons.append("compute it with operators of torch, on tensors")
     return reasons

@@ -259,12 +259,16 @@ def calls_any(exported: torch.export.ExportedProgram, operators: Container[Any])
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides the output of torch 2.11, and the warnings of torch and onnxscript."""
+    """Hides what torch prints, e.g. traced graphs, and the warnings of torch and onnxscript."""
     logger = logging.getLogger("onnxscript.optimizer")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+            contextlib.redirect_stderr(printed),
+            warnings.catch_warnings(action="ignore"),
+        ):
             yield
     finally:
         logger.setLevel(level)

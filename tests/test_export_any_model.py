@@ -286,6 +286,23 @@ def test_a_file_with_named_inputs(tmp_path: Path) -> None:
     assert "--optShapes=pixel_values:8x3x32x32,mask:8x32x32,temperature: " in command.replace("'", "") + " "
 
 
+class HasUnbatchedOutputs(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"mean": x.mean((1, 2, 3)), "scale": torch.tensor(2.0), "grid": torch.arange(8.0).view(2, 4), "x": x}
+
+
+def test_outputs_without_a_batch(tmp_path: Path) -> None:
+    """Constants, such as CLIP's logit_scale, are not sliced and not concatenated."""
+    example = torch.randn(1, 3, 8, 8)
+    report = export_onnx(HasUnbatchedOutputs(), tmp_path / "m.onnx", example=example)
+    assert report.verified and report.outputs["scale"] == [] and report.outputs["grid"] == [2, 4]
+    runner = OnnxRunner(tmp_path / "m.onnx", "cpu", max_batch=2)
+    for count in (0, 3, 4):
+        found = runner(x := torch.randn(count, 3, 8, 8))
+        assert found["scale"] == 2 and found["grid"].shape == (2, 4) and found["mean"].shape == (count,)
+        torch.testing.assert_close(found["x_output" if "x_output" in found else "x"], x)
+
+
 class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x
@@ -320,10 +337,10 @@ class HasNoOperator(nn.Module):
         (nn.Conv2d(3, 3, 1), {"preprocess": True}, "data_config must be given"),
     ],
 )
-def test_models_that_cannot_be_captured(model: Any, options: Any, message: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_captured(model: Any, options: Any, message: str, tmp_path: Path, capfd: Any) -> None:
     with pytest.raises(ValueError, match=message):
         export_onnx(model, tmp_path / "m.onnx", **({"example": torch.randn(2, 3, 8, 8)} | options))
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir()) and "aten" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.slow

@@ -234,6 +234,7 @@ class Signature:
     image_hw: Size | None  # size of the images; None if unknown
     patch_hw: Size | None  # images of any size must have multiples of it as sides
     outputs: dict[str, tuple[np.dtype[Any], tuple[int, ...] | None]]  # dtype, and shape after the batch axis if known
+    unbatched: dict[str, int]  # length of axis 0 of outputs, where it is not the batch
 
     def check(self, images: Any) -> None:
         """Raises ValueError if the dtype or shape of numpy or torch images does not match the file."""
@@ -272,8 +273,10 @@ def read_signature(info: OnnxInfo, any_inputs: bool = False) -> Signature:
         for dims in (entry["shape"], *(out["shape"][1:] for out in info.outputs))
     )
     outputs: dict[str, Any] = {}
+    firsts = {out["name"]: next(iter(out["shape"]), None) for out in info.outputs}
+    unbatched = {name: dim for name, dim in firsts.items() if isinstance(dim, int) and 0 < dim != shape[0]}
     for out, tail in zip(info.outputs, tails):
-        is_known = out["dtype"] in DTYPES and out["shape"] and None not in tail
+        is_known = out["dtype"] in DTYPES and out["shape"] and None not in tail and out["name"] not in unbatched
         outputs[out["name"]] = np.dtype(DTYPES.get(out["dtype"], np.float32)), tail if is_known else None
     takes_pixels = dtype == np.uint8
     height, width = shape[1:3] if takes_pixels else shape[2:]
@@ -285,4 +288,5 @@ def read_signature(info: OnnxInfo, any_inputs: bool = False) -> Signature:
         path=Path(info.path), input=entry["name"], dtype=dtype, takes_pixels=takes_pixels, shape=shape,
         in_chans=shape[3 if takes_pixels else 1] or 3, image_hw=image_hw,
         patch_hw=(patch[0], patch[1]) if info.metadata.get("dynamic_size") is True else None, outputs=outputs,
+        unbatched=unbatched,
     )  # fmt: skip
