@@ -14,7 +14,6 @@ import ast
 import contextlib
 import dataclasses
 import io
-import logging
 import tempfile
 import warnings
 from collections import Counter
@@ -260,18 +259,12 @@ def calls_any(exported: torch.export.ExportedProgram, operators: Container[Any])
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hides what torch prints, e.g. traced graphs, and the warnings of torch and onnxscript."""
-    logger = logging.getLogger("onnxscript.optimizer")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with (
-            contextlib.redirect_stdout(io.StringIO()) as printed,
-            contextlib.redirect_stderr(printed),
-            warnings.catch_warnings(action="ignore"),
-        ):
-            yield
-    finally:
-        logger.setLevel(level)
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.redirect_stderr(printed),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        yield
 
 
 def optimize(model: ir.Model, options: ExportOptions) -> list[Fusion]:

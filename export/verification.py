@@ -31,7 +31,7 @@ from .graphs import run_graph
 from .options import BUDGETS
 from .preprocessing import preprocessing_model
 from .report import POINTS, Accuracy, Check, joined, losses_of, worst
-from .runtime.metadata import CLASSES, ModelFileError
+from .runtime.metadata import CLASSES, ModelFileError, Signature, read_signature
 from .runtime.runner import OnnxRunner, outputs_of
 from .saturation import saturate
 
@@ -66,7 +66,7 @@ def verify_file(path: Path, call: Call, images: list[Image.Image]) -> tuple[list
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ModelFileError) as error:
         raise VerificationError(f"the file is invalid: {error}") from error
     in_fp32 = options.is_eight_bit or _is_beyond_fp64(vit)
-    device = runner.device.upper()
+    device, signature = runner.device.upper(), read_signature(runner.info, any_inputs=True)
     runs: list[Callable[[list[np.ndarray]], Iterable[Any]]] = [lambda fed: map(outputs_of, map(runner, fed))]
     if options.uint8_by_int8:
         device += ", with and without VNNI"
@@ -82,10 +82,10 @@ def verify_file(path: Path, call: Call, images: list[Image.Image]) -> tuple[list
     for size in sizes:
         fed, inputs = _batches(call, images[:IMAGES] if checks else images, size)
         try:
-            exact = [_reference(reference, each, runner) for each in inputs]
+            exact = [_reference(reference, each, signature) for each in inputs]
         except RuntimeError:  # a model may mix dtypes in fp64
             in_fp32, reference = True, call
-            exact = [_reference(reference, each, runner) for each in inputs]
+            exact = [_reference(reference, each, signature) for each in inputs]
         names, expected = list(exact[0]), joined(exact)
         shown: Any = fed[0].shape[1:3] if options.preprocess else size
         for run in runs:
@@ -106,7 +106,7 @@ def verify_file(path: Path, call: Call, images: list[Image.Image]) -> tuple[list
     return checks, f"eager {'fp32' if in_fp32 else 'fp64'}", device
 
 
-def _reference(call: Call, inputs: tuple[Tensor, ...], runner: OnnxRunner) -> dict[str, np.ndarray]:
+def _reference(call: Call, inputs: tuple[Tensor, ...], signature: Signature) -> dict[str, np.ndarray]:
     """Runs the eager model in the dtype of its parameters; large images one by one, which needs less memory."""
     dtype = next((p.dtype for p in call.vit.model.parameters() if p.is_floating_point()), torch.float64)
     inputs = tuple(cast(inputs, dtype))
@@ -114,7 +114,7 @@ def _reference(call: Call, inputs: tuple[Tensor, ...], runner: OnnxRunner) -> di
     parts = list(zip(*(x.split(1) for x in inputs))) if split else [inputs]
     with call.vit.exporting("eager", call.options.dynamic_size), torch.inference_mode():
         outputs = list(map(call, parts))
-    return {name: runner.join(name, [part[name] for part in outputs]).double().numpy() for name in outputs[0]}
+    return {name: signature.join(name, [part[name] for part in outputs]).double().numpy() for name in outputs[0]}
 
 
 def _batches(call: Call, images: list[Image.Image], size: Size) -> tuple[list[Any], list[tuple[Tensor, ...]]]:

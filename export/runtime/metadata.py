@@ -6,13 +6,14 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import onnx
+import torch
 from google.protobuf.message import DecodeError
 
 from vit_fast.config import DataConfig, Size
@@ -235,6 +236,21 @@ class Signature:
     patch_hw: Size | None  # images of any size must have multiples of it as sides
     outputs: dict[str, tuple[np.dtype[Any], tuple[int, ...] | None]]  # dtype, and shape after the batch axis if known
     unbatched: dict[str, int]  # length of axis 0 of outputs, where it is not the batch
+
+    def _is_batched(self, name: str, y: Any) -> bool:
+        return bool(y.ndim) and len(y) != self.unbatched.get(name)
+
+    def first(self, found: Any, count: int) -> Any:
+        """Returns the outputs of the first images; `found` is a dict, or the only output."""
+        if not isinstance(found, dict):
+            return self.first(dict.fromkeys(self.outputs, found), count).popitem()[1]
+        return {name: y[:count] if self._is_batched(name, y) else y for name, y in found.items()}
+
+    def join(self, name: str, pieces: Sequence[Any]) -> Any:
+        """Returns an output of all images, from the outputs of several batches."""
+        if len(pieces) == 1 or not self._is_batched(name, pieces[0]):
+            return pieces[0]
+        return np.concatenate(pieces) if isinstance(pieces[0], np.ndarray) else torch.cat(list(pieces))
 
     def check(self, images: Any) -> None:
         """Raises ValueError if the dtype or shape of numpy or torch images does not match the file."""

@@ -264,40 +264,28 @@ class OnnxRunner:
         if not len(images):  # one image of zeros gives shape and dtype of the output
             one = np.zeros((1, *images.shape[1:]), self._signature.dtype)
             found = self(torch.from_numpy(one).to(images.device) if is_tensor else one)
-            found = found if isinstance(found, dict) else dict.fromkeys(self._signature.outputs, found)
-            found = {name: y[:0] if self._is_batched(name, y) else y for name, y in found.items()}
-            return found if len(found) > 1 else found.popitem()[1]
+            return self._signature.first(found, 0)
         bound = is_tensor and images.is_cuda and self._bind
         inputs = images.detach().to(self._gpu) if bound else images.detach().cpu().numpy() if is_tensor else images
-        size, results = self.max_batch, list[list[Any]]()
+        size, results = self.max_batch, list[dict[str, Any]]()
         for start in range(0, len(inputs), size):
             piece = inputs[start : start + size]
             count = len(piece)
             if count < size and self._needs_full_batch:
                 piece = piece[[min(i, count - 1) for i in range(size)]]
             try:
-                named = zip(self._signature.outputs, self._run(piece))
-                results.append([y[:count] if self._is_batched(name, y) else y for name, y in named])
+                results.append(self._signature.first(dict(zip(self._signature.outputs, self._run(piece))), count))
             except Exception as error:  # ONNX Runtime's exceptions share no base class
                 if None not in self._signature.shape[1:] or "allocate" in str(error).lower():
                     raise
                 shape = tuple(images.shape)
                 raise ValueError(f"{self.path} does not support images of shape {shape}: {str(error)[:300]}") from error
         found = {}
-        for name, pieces in zip(self._signature.outputs, zip(*results)):
-            y = self.join(name, pieces)
+        for name in self._signature.outputs:
+            y = self._signature.join(name, [each[name] for each in results])
             y = torch.from_numpy(y) if is_tensor and not bound else y
             found[name] = y.to(images.device) if is_tensor else y
         return found if len(found) > 1 else found.popitem()[1]
-
-    def _is_batched(self, name: str, y: Any) -> bool:
-        return bool(y.ndim) and len(y) != self._signature.unbatched.get(name)
-
-    def join(self, name: str, pieces: Sequence[Any]) -> Any:
-        """Returns an output of all images, from the outputs of several batches."""
-        if len(pieces) == 1 or not self._is_batched(name, pieces[0]):
-            return pieces[0]
-        return torch.cat(list(pieces)) if isinstance(pieces[0], Tensor) else np.concatenate(pieces)
 
     def probabilities(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Returns class probabilities [B, classes] of images; see `prepare` for the preprocessing.
