@@ -16,7 +16,7 @@ from ..blocks.computed import DEVICE, DTYPE
 from ..blocks.parts import Slot, TermParts, Windows, tensor_at
 from .capture import Graph, UnreadableError, operator_of
 from .constants import computed, derived
-from .elements import TOLERANCE, Core
+from .elements import MATMULS, TOLERANCE, Core
 
 INFINITY = float("inf")
 
@@ -38,10 +38,11 @@ def terms_of(graph: Graph, core: Core, tokens: Tensor, heads: int, keys: int) ->
     terms = TermParts(bias, window_mask=mask, scale=_head_scale(graph, core, heads))
     if bias is not None:
         terms = next(_tables(graph, core, terms, tensor_at(bias)), terms)
-    if groups == 1:
-        yield terms if terms.slots else None
-    else:
-        yield from (replace(terms, windows=window) for window in _windows(tokens, keys))
+    windows = [None] if groups == 1 else _windows(tokens, keys)
+    pairs = itertools.permutations(_rel(graph, core, keys) or (None, None))
+    for (rel_h, rel_w), window in itertools.product(pairs, windows):
+        found = replace(terms, windows=window, rel_h=rel_h, rel_w=rel_w)
+        yield found if found.slots or window else None
 
 
 def _tables(graph: Graph, core: Core, terms: TermParts, bias: Tensor) -> Iterator[TermParts]:
@@ -60,28 +61,53 @@ def _tables(graph: Graph, core: Core, terms: TermParts, bias: Tensor) -> Iterato
 
 
 def _added(graph: Graph, core: Core, keys: int) -> Iterator[Slot]:
-    """Yields what a core adds to its scores; -inf where a mask hides keys."""
+    """Yields what a core adds to its scores, apart from `_rel`; -inf where a mask hides keys."""
     if core.is_causal:
         hidden = derived(graph, (), "full.default", (keys, keys), -INFINITY, dtype=(DTYPE,), device=(DEVICE,))
         yield derived(graph, (hidden,), "triu.default", 1)
-    if core.product is not None and operator_of(core.product) == "baddbmm" and core.product.kwargs.get("beta", 1) == 1:
-        yield computed(graph, core.product.args[0])  # type: ignore[arg-type]
-    if core.mask is not None:
-        mask = computed(graph, core.mask)
-        yield _hidden(graph, mask, -INFINITY, False) if tensor_at(mask).dtype == torch.bool else mask
+    by_rel = _rel(graph, core, keys)
+    for node, sign in _addends(graph, core):
+        if not by_rel or not graph.is_live(node):
+            slot = computed(graph, node)
+            hides = node is core.mask and tensor_at(slot).dtype == torch.bool
+            slot = _hidden(graph, slot, -INFINITY, False) if hides else slot
+            yield slot if sign > 0 else derived(graph, (slot,), "neg.default")
     inside = {core.product, *core.path(graph)}
     for node in core.path(graph):
-        name = operator_of(node)
         args: Any = node.args
-        if name == "masked_fill":
+        if operator_of(node) == "masked_fill":
             yield _hidden(graph, computed(graph, args[1]), _number(graph, args[2]))
-        elif name == "where":
+        elif operator_of(node) == "where":
             is_scores = args[1] in inside  # where the condition is True
             value = _number(graph, args[2 if is_scores else 1])
             yield _hidden(graph, computed(graph, args[0]), value, not is_scores)
-        elif name in ("add", "sub"):
-            slot = computed(graph, args[1 if args[0] in inside else 0])
-            yield slot if name == "add" else derived(graph, (slot,), "neg.default")
+
+
+def _addends(graph: Graph, core: Core) -> Iterator[tuple[Any, int]]:
+    """Yields the nodes that a core adds to its scores, and their signs."""
+    product, inside = core.product, {core.product, *core.path(graph)}
+    if product is not None and operator_of(product) == "baddbmm" and product.kwargs.get("beta", 1) == 1:
+        yield product.args[0], 1
+    if core.mask is not None:
+        yield core.mask, 1
+    for node in core.path(graph):
+        if operator_of(node) in ("add", "sub"):
+            yield node.args[1 if node.args[0] in inside else 0], 1 if operator_of(node) == "add" else -1
+
+
+def _rel(graph: Graph, core: Core, keys: int) -> list[Slot]:
+    """Returns the tables [h, Kh, D] and [w, Kw, D] whose products with the queries are added to the scores."""
+    live = [node for node, _ in _addends(graph, core) if graph.is_live(node)]
+    before = set().union(*({node, *graph.ancestors[node]} for node in live))
+    products = (node for node in graph.nodes if node in before and operator_of(node) in MATMULS)
+    tables, width = [], graph.values[core.q].shape[-1]
+    for table in (each for node in products for each in node.all_input_nodes if not graph.is_live(each)):
+        shape = graph.values[table].shape
+        if len(shape) == 3 and width in shape[1:]:
+            slot = computed(graph, table)
+            tables.append(slot if shape[2] == width else derived(graph, (slot,), "transpose.int", 1, 2))
+    sizes = [math.prod(tensor_at(table).shape[i] for table in tables) for i in (0, 1)]
+    return tables if len(tables) == 2 and sizes == [keys, keys] else []
 
 
 def _hidden(graph: Graph, mask: Slot, value: float, where: bool = True) -> Slot:
