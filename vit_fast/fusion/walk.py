@@ -59,7 +59,12 @@ class Walk:
             if fits and not _reasons(module, form, Finding()):
                 self.changes.append(lambda: set_fused_class(module, form, self.requested))
         else:
-            self._visit_children(name, module, inside_unknown=self._visit_fusable(name, module, form))
+            at = len(self.rows)
+            skipped = self._visit_fusable(name, module, form)
+            self._visit_children(name, module, inside_unknown=skipped)
+            is_read = any("MLP" in row.part and row.fused for row in self.rows[at + 1 :])
+            if skipped and is_read and form.kind == FusedNormMlp.kind:  # e.g. an MLP with a norm of its own
+                del self.rows[at]
             found = True
         self._has_row[module] = found
         return found
