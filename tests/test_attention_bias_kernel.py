@@ -150,3 +150,24 @@ def test_gradients_are_bitwise_equal(kind: str, runs: int) -> None:
     for _ in range(runs):
         again = output_and_gradients(function, made, do)
         assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+@pytest.mark.usefixtures("gpus")
+@torch.no_grad()
+def test_graphs_of_attention_follow_their_inputs() -> None:
+    """Replays of captured attention with terms, on the second of two pretend GPUs."""
+    made = bias_inputs(("masked", "window_mask", "rel tables", "scale", "key_mask"), (4, 2, 6, 6, 16), grid=3)
+    there = {
+        name: tuple(each.to("cuda:1") for each in value) if isinstance(value, tuple) else value.to("cuda:1")
+        for name, value in made.items()
+    }
+    ops.attention(**there, backend="triton")  # a capture must not run the test kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream("cuda:1")):
+        o = ops.attention(**there, backend="triton")
+    for factor in (1.0, 0.5):
+        for name in ("q", "bias", "scale"):
+            made[name] = made[name] * factor
+            there[name].mul_(factor)
+        graph.replay()
+        torch.testing.assert_close(o.cpu(), formula(**made), rtol=1e-4, atol=1e-4)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from spellings import SequenceFirst, Variant, runs_fused
 from torch import Tensor, nn
 
 import vit_fast
+from vit_fast.export import export_onnx
 
 
 class ZeroBias(Variant):
@@ -111,14 +114,43 @@ def test_constant_terms_of_the_scores(block: Any) -> None:
             torch.testing.assert_close(model(x[:, :9]), original(x[:, :9]), rtol=1e-5, atol=1e-5)
 
 
+class Shifted(nn.Module):
+    """Shifted windows with a table of biases, a window mask and a learned scale per head: [B, 8, 8, C]."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 40), nn.GELU(), nn.Linear(40, width))
+        self.scale, self.table = nn.Parameter(torch.rand(heads, 1, 1) + 0.1), nn.Parameter(torch.randn(9, heads))
+        self.register_buffer("index", torch.randint(9, (16, 16)))
+        self.register_buffer("mask", torch.where(torch.rand(4, 16, 16) < 0.3, -100.0, 0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x).roll((-2, -2), (1, 2)).unflatten(1, (2, 4)).unflatten(3, (2, 4)).transpose(2, 3)
+        q, k, v = (
+            self.qkv(y.reshape(-1, 16, x.shape[-1])).unflatten(-1, (3, len(self.scale), -1)).permute(2, 0, 3, 1, 4)
+        )
+        scores = q @ k.mT * self.scale + self.table[self.index].permute(2, 0, 1)
+        scores = (scores.unflatten(0, (-1, 4)) + self.mask[None, :, None]).flatten(0, 1)
+        y = self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)).view(-1, 2, 2, 4, 4, x.shape[-1])
+        x = x + y.transpose(2, 3).reshape(x.shape).roll((2, 2), (1, 2))
+        return x + self.mlp(self.norm2(x))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [MaskBuffer, Cosine], ids=lambda block: block.__name__)
-def test_compile_and_export(block: Any) -> None:
+@pytest.mark.parametrize("block", [MaskBuffer, Cosine, Shifted], ids=lambda block: block.__name__)
+def test_compile_and_export(block: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(block(32, 4), block(32, 4)).eval(), torch.randn(3, 20, 32)
+    model = nn.Sequential(block(32, 2), block(32, 2)).eval()
+    x = torch.randn((3, 8, 8, 32) if block is Shifted else (3, 20, 32))
     expected = model(x)
     vit_fast.fuse(model, "eager", example=x).require_all()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
     vit_fast.fuse(model, "sdpa")
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected, rtol=1e-5, atol=1e-5)
+    export_onnx(model, tmp_path / "model.onnx", example=x)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-4)
