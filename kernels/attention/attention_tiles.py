@@ -140,8 +140,8 @@ def _pointers(tensor, start, n_rows, COLUMN: tl.constexpr, ROWS: tl.constexpr, C
         start = 0
     if FORM[3]:
         row = row.to(tl.int64)
-    # multiply by ALIGN last: LLVM then knows that the last bits are 0, and adds columns with fewer registers
-    offsets = row[:, None] * stride_n * ALIGN + (tl.arange(0, COLS) + COLUMN)[None, :]
+    # LLVM ignores tt.divisibility; it must see the factor ALIGN to add columns with fewer registers
+    offsets = row[:, None] * (stride_n * ALIGN) + (tl.arange(0, COLS) + COLUMN)[None, :]
     pointer += (b * (strides[0] >> 4) + h * (strides[1] >> 4)) * ALIGN
     return pointer + (tl.cast(start, tl.int64) * stride_n * ALIGN + offsets)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..device import generation, gpu_of
-from ..launch import Launch, ceil_div, unspecialized
+from ..launch import Launch, ceil_div
 from .attention_launch import addressing
 from .attention_policy import MIN_BLOCK, split_head_dim
 from .bias_backward import (
@@ -136,7 +136,7 @@ def _launch(
         n_batch, heads, n_q, n_kv // align, call.masks, n_groups, t.group, t.step // align, t.height, t.width // align
     )  # fmt: skip
     args = args | {
-        "lse_ptr": call.lse, "scale": call.scale, "sizes": tuple(map(unspecialized, sizes)),
+        "lse_ptr": call.lse, "scale": call.scale, "sizes": tuple(16 * size for size in sizes),
         "terms": (
             terms.bias, tuple(16 * (step // align) for step in bias_strides),  # [B or 1, H or 1, N_q, N_kv]
             terms.window_mask,  # [W, N_q, N_kv]

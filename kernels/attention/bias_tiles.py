@@ -5,7 +5,8 @@ Related arguments are grouped as in attention_tiles.py, whose functions load and
 - terms: see `_launch` in bias_launch.py; an absent tensor is None.
 - sizes: (n_batch, n_heads, n_q, n_kv, n_masks, n_groups, group, step, height, width). n_batch: number of windows, or
   images without windows; n_masks: rows of the window mask; n_groups: windows per image; group: windows per program; the
-  other three describe the tiles of keys, as follows.
+  other three describe the tiles of keys, as follows. The launcher passes them times 16, because fewer of these kernels
+  spill than with `unspecialized` (launch.py).
 - TILE: constants (rows, keys, STAGES, ALIGN, GRID) of a tile of scores. ALIGN divides n_kv, step, width and the strides
   of the bias, up to 16. The compiler needs it for vector loads. GRID: 0 without `rel`, else tiles per row of the grid.
 
@@ -21,7 +22,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..launch import decoded
 from .attention_tiles import dot_transposed
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -32,7 +32,7 @@ def sizes_of(encoded, TILE):
     sizes = ()
     for i in tl.static_range(len(encoded)):
         # so that the compiler knows that ALIGN divides n_kv, step and width
-        size = decoded(encoded[i]) * TILE[3] if i == 3 or i == 7 or i == 9 else decoded(encoded[i])
+        size = (encoded[i] >> 4) * TILE[3] if i == 3 or i == 7 or i == 9 else encoded[i] >> 4
         sizes = sizes + (size,)
     return sizes
 
