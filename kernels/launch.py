@@ -167,7 +167,9 @@ def device_function(name):
 
 
 def unspecialized(value: int) -> int:
-    """Encodes an int32 >= 0 for a tuple: as an int64 that is a multiple of 16, so that all values share a kernel."""
+    """Encodes an int32 >= 1 for a tuple: as an int64 that is a multiple of 16, so that all values share a kernel."""
+    if value < 1:  # 0 would be 2**31, whose dtype triton's interpreter gets wrong
+        raise ValueError(f"a size must be at least 1, got {value}")
     return (value << 32) + 2**31
 
 

@@ -98,7 +98,7 @@ def looped_launch(
     rest = length % step if fixed else 0
     tail = (*cover(rest, step, tails), 0, 0)[:2]
     limits = (
-        sequences, None if sequences is None else unspecialized(sequences.shape[0] - 1),
+        sequences, None if sequences is None else unspecialized(sequences.shape[0]),
         key_mask, None if key_mask is None else 16 * key_mask.stride(0),
     )  # fmt: skip
     loop = block, step, length >= step and fixed, *tail, sum(tail) != rest, config.num_stages

@@ -24,7 +24,7 @@ Related arguments are grouped. `attention_launch.py` makes the arguments of the 
   ALIGN is the largest power of two, up to 16, that divides all strides. A sixth element, if any, points to the numbers
   of the rows in the image: row i of the tensor is then row numbers[i] of the image (windows, bias_tiles.py).
 - LOOP: constants (rows of a program, rows of a loop step, FULL, TAIL_B, TAIL_C, MASKED, STAGES); see `over_tiles`.
-- sizes: (heads, N_q, N_kv). limits: (sequences, number of sequences, key_mask, its stride times 16), or None.
+- sizes: (heads, N_q, N_kv). limits: (sequences, their length, key_mask, its stride times 16), or None.
 
 The launcher encodes sizes with `unspecialized` (launch.py). Strides, which may exceed int32, are times 16 instead.
 """
@@ -80,7 +80,7 @@ def rows_of_program(limits, n_heads, n_rows, n_others, BLOCK: tl.constexpr):
     Programs of one head are adjacent on the grid, so that the tensors over which they loop stay in L2.
     """
     if limits[0] is not None:
-        n_sequences = decoded(limits[1])
+        n_sequences = decoded(limits[1]) - 1
         slots = n_rows // BLOCK + n_sequences + 1
         b = 0
         h = tl.program_id(0) // slots

@@ -182,14 +182,14 @@ def layer_norm_epilogue(
 def _rotated_columns(value, tables, counts, steps, where, ROWS: tl.constexpr, COLS: tl.constexpr, HEAD: tl.constexpr):
     """Rotates pairs of adjacent columns of q and k by the angles of each token.
 
-    counts: (tokens, prefix, image_rows) of `Rotary`, encoded. steps: strides of the rows and the pairs of the tables.
+    counts: (tokens, prefix + 1, image_rows + 1) of `Rotary`, encoded. steps: strides of the rows and the pairs of the tables.
     """
     row, col, M, N = where
     tokens = decoded(counts[0])
     rows = row + tl.arange(0, ROWS)
     pairs = col // 2 + tl.arange(0, COLS // 2)
-    position = rows % tokens - decoded(counts[1])
-    line = (rows // tokens).to(tl.int64) * decoded(counts[2]) + position
+    position = rows % tokens - (decoded(counts[1]) - 1)
+    line = (rows // tokens).to(tl.int64) * (decoded(counts[2]) - 1) + position
     offsets = line[:, None] * steps[0] + (pairs % (HEAD // 2) * steps[1])[None, :]
     inside = ((rows < M) & (position >= 0))[:, None] & (pairs < N // 3)[None, :]
     cos = tl.load(tables[0] + offsets, mask=inside, other=1.0).to(tl.float32)
@@ -264,7 +264,7 @@ def rotary_epilogue(
 ) -> Epilogue:
     qkv, rotates = step.qkv, step.qkv.norm == "none"
     args, constants = shared_arguments(qkv)
-    counts = map(unspecialized, (step.tokens, args["prefix"], args["image_rows"]))
+    counts = map(unspecialized, (step.tokens, args["prefix"] + 1, args["image_rows"] + 1))
     halves = qkv.tables is not None and qkv.layout != "interleaved"
     return Epilogue(
         "rotary" if rotates else "qk_norm", rotary, (out,),
