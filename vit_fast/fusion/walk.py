@@ -112,7 +112,8 @@ class Walk:
     def _visit_unread(self, name: str, module: nn.Module, found: bool) -> bool:
         """Adds a row for attention that a module computes itself, and for an MLP, if they were not read."""
         why, attends = self.found.reasons.get(module), self.found.own[module] > 0
-        if not attends and (found or why is None):
+        around = (row for row in self.rows if row.reasons and "MLP" in row.part and name.startswith(f"{row.name}."))
+        if not attends and (found or why is None or any(around)):
             return found
         kinds = [("attention", self.found.cores), ("norm + MLP", self.found.mlps)]
         part = ", ".join(kind for kind, counts in kinds if counts[module]) or "norm + MLP"
