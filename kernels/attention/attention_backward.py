@@ -31,10 +31,10 @@ from .attention_tiles import (
     dot_transposed,
     last_unmasked,
     load_tile,
-    mask_of_image,
     over_tiles,
     real_keys,
     row_dot,
+    row_of_mask,
     rows_of_program,
     scaled,
     store_tile,
@@ -98,7 +98,7 @@ def _attention_bwd_dq_kernel(
     dq = (dq_lo, dq_hi, b, h, dq_strides)  # [B, H, N_q, D]
     full = (k_a_lo, k_a_hi, b, h, k_strides), (v_a_lo, v_a_hi, b, h, v_strides)  # k and v [B, H, N_kv, D]
     tail = (k_b_lo, k_b_hi, b, h, k_strides), (v_b_lo, v_b_hi, b, h, v_strides)
-    mask = mask_of_image(limits, b)
+    mask = (limits[2], row_of_mask(limits, b))
     if not FIXED:
         if start >= end:
             return
@@ -160,7 +160,7 @@ def _attention_bwd_dkdv_kernel(
     dv = (dv_lo, dv_hi, b, h, dv_strides)  # [B, H, N_kv, D]
     full = (q_a_lo, q_a_hi, b, h, q_strides), (do_a_lo, do_a_hi, b, h, do_strides)  # q and do [B, H, N_q, D]
     tail = (q_b_lo, q_b_hi, b, h, q_strides), (do_b_lo, do_b_hi, b, h, do_strides)
-    mask = mask_of_image(limits, b)
+    mask = (limits[2], row_of_mask(limits, b))
     if not FIXED:
         if start >= end:
             return

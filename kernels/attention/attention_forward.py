@@ -32,9 +32,9 @@ from .attention_tiles import (
     dot_transposed,
     last_unmasked,
     load_tile,
-    mask_of_image,
     over_tiles,
     real_keys,
+    row_of_mask,
     rows_of_program,
     scaled,
     store_tile,
@@ -208,7 +208,7 @@ def _attention_fwd_looped_kernel(
     full = (k_a_lo, k_a_hi, b, h, k_strides), (v_a_lo, v_a_hi, b, h, v_strides)  # k and v [B, H, N_kv, D]
     tail_b = (k_b_lo, k_b_hi, b, h, k_strides), (v_b_lo, v_b_hi, b, h, v_strides)
     tail_c = (k_c_lo, k_c_hi, b, h, k_strides), (v_c_lo, v_c_hi, b, h, v_strides)
-    mask = mask_of_image(limits, b)
+    mask = (limits[2], row_of_mask(limits, b))
     if not FIXED:
         if start >= end:
             return

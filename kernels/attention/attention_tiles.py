@@ -99,21 +99,24 @@ def rows_of_program(limits, n_heads, n_rows, n_others, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def mask_of_image(limits, b):
-    """Returns a tuple of a pointer to the key mask of image b; or of None."""
-    if limits[2] is None:
-        return (limits[2],)
-    else:
-        return (limits[2] + tl.cast(b, tl.int64) * (limits[3] >> 4),)
+def row_of_mask(limits, b):
+    """Returns the offset of image b in the key mask, if there is one. Triton 3.6 cannot return tuples with None."""
+    offset = tl.cast(0, tl.int64)
+    if limits[2] is not None:
+        offset = tl.cast(b, tl.int64) * (limits[3] >> 4)
+    return offset
 
 
 @triton.jit
 def real_keys(mask, start, n_kv, KEYS: tl.constexpr):
-    """Returns a mask [KEYS], True for keys start .. start + KEYS that exist and are not masked by `mask_of_image`."""
+    """Returns a mask [KEYS], True for keys start .. start + KEYS that exist and are not masked.
+
+    mask: (key_mask or None, offset of the image).
+    """
     key = start + tl.arange(0, KEYS)
     real = key < n_kv
     if mask[0] is not None:
-        real = real & (tl.load(mask[0] + key, mask=real, other=0) != 0)
+        real = real & (tl.load(mask[0] + mask[1] + key, mask=real, other=0) != 0)
     return real
 
 
@@ -123,7 +126,7 @@ def last_unmasked(mask, n_keys):
     end = 0
     for first in range(0, n_keys, _KEYS_AT_ONCE):
         key = first + tl.arange(0, _KEYS_AT_ONCE)
-        real = tl.load(mask[0] + key, mask=key < n_keys, other=0) != 0
+        real = tl.load(mask[0] + mask[1] + key, mask=key < n_keys, other=0) != 0
         end = tl.maximum(end, tl.max(tl.where(real, key + 1, 0), 0))
     return end
 
@@ -135,7 +138,7 @@ def _pointers(tensor, start, n_rows, COLUMN: tl.constexpr, ROWS: tl.constexpr, C
     stride_n = strides[2] >> 4
     ALIGN: tl.constexpr = FORM[4]
     row = tl.arange(0, ROWS)
-    if len(tensor) > 5:
+    if len(tensor[4:]) > 1:  # triton 3.6 cannot count a tuple that contains None
         row = tl.load(tensor[5] + (start + row), mask=start + row < n_rows, other=0)
         start = 0
     if FORM[3]:

@@ -51,12 +51,12 @@ def windows_of_program(chunk, sizes):
 
 @triton.jit
 def tensor_of(pointer, window, h, strides, terms, sizes):
-    """Returns the `tensor` (attention_tiles.py) of the rows of a window."""
+    """Returns the `tensor` (attention_tiles.py) of the rows of a window, which has no block HI."""
     groups, n_q, n_groups = terms[7], sizes[2], sizes[5]
     if groups is None:
-        return pointer, None, window, h, strides
+        return pointer, pointer, window, h, strides
     else:
-        return pointer, None, window // n_groups, h, strides, groups + window % n_groups * n_q
+        return pointer, pointer, window // n_groups, h, strides, groups + window % n_groups * n_q
 
 
 @triton.jit

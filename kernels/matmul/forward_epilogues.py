@@ -182,7 +182,7 @@ def layer_norm_epilogue(
 def _rotated_columns(value, tables, counts, steps, where, ROWS: tl.constexpr, COLS: tl.constexpr, HEAD: tl.constexpr):
     """Rotates pairs of adjacent columns of q and k by the angles of each token.
 
-    counts: (tokens, prefix + 1, image_rows + 1) of `Rotary`, encoded. steps: strides of the rows and the pairs of the tables.
+    counts: (tokens, prefix + 1, image_rows + 1) of `Rotary`, encoded. steps: strides of rows and pairs of the tables.
     """
     row, col, M, N = where
     tokens = decoded(counts[0])
