@@ -35,7 +35,6 @@ def eager_vit() -> nn.Module:
             lambda: type("Doubled", (timm_class("Block"),), {"forward": nn.Identity.forward})(64, 2),
             "fuse supports Block, but not its subclass Doubled, which has another forward",
         ),
-        (lambda: tiny_timm(norm_layer="simplenorm"), "norm2 must be a LayerNorm or RMSNorm, got a SimpleN"),
         (lambda: nn.MultiheadAttention(64, 2, add_bias_kv=True), "add_bias_kv must be False, got True"),
         (lambda: nn.MultiheadAttention(64, 2, add_zero_attn=True), "add_zero_attn must be False, got True"),
         (lambda: nn.MultiheadAttention(64, 2, kdim=32), "kdim and vdim must equal embed_dim"),
