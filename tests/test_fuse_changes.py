@@ -26,6 +26,7 @@ import vit_fast
 from vit_fast.blocks.fused import FusedBlocks, FusedModule, FusedNormMlp
 from vit_fast.libraries import known
 from vit_fast.libraries.transformers.families import LAYERS
+from vit_fast.reading.forms import ReadModule
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -120,6 +121,11 @@ OF_TIMM: dict[str, tuple[Callable[[Any], object], str | None]] = {
 ALL = {"timm": CHANGES | OF_TIMM, "vit-fast": CHANGES}
 
 
+def is_read(model: nn.Module) -> bool:
+    """Returns True if a module was read by its computation, although its class is not supported as it is."""
+    return any(isinstance(part, ReadModule) for part in model.modules())
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
 @pytest.mark.parametrize(("library", "change"), [(library, change) for library in ALL for change in ALL[library]])
@@ -137,7 +143,7 @@ def test_a_change_takes_effect_and_is_skipped_with_a_reason(library: str, change
         torch.testing.assert_close(model(images), expected, **CLOSE)
         for each in (model, twin):
             reasons = " | ".join(text for row in vit_fast.fuse(each, backend).skipped for text in row.reasons)
-            assert reason in reasons if reason else not reasons
+            assert is_read(each) or (reason in reasons if reason else not reasons)
             torch.testing.assert_close(each(images), expected, **CLOSE)
 
 
@@ -317,8 +323,11 @@ def test_a_forward_set_on_a_class_takes_effect(name: str, monkeypatch: pytest.Mo
             with monkeypatch.context() as patched:
                 patched.setattr(cls, "forward", forward)
                 torch.testing.assert_close(subject.run(model, inputs), subject.run(twin, inputs), **CLOSE)
-                rows = vit_fast.fuse(copy.deepcopy(twin), "sdpa").skipped
-                assert any(f"{cls.__qualname__}.forward was replaced on the class" in row.reasons[0] for row in rows)
+                again = copy.deepcopy(twin)
+                rows = vit_fast.fuse(again, "sdpa").skipped
+                replaced = f"{cls.__qualname__}.forward was replaced on the class"
+                assert is_read(again) or any(replaced in row.reasons[0] for row in rows)
+                torch.testing.assert_close(subject.run(again, inputs), subject.run(twin, inputs), **CLOSE)
         torch.testing.assert_close(subject.run(model, inputs), expected, **CLOSE)
 
 
