@@ -19,9 +19,10 @@ PREFIX = 16  # most leading tokens that a tensor may leave out, e.g. class token
 def ties_of(shape: Sequence[int], tensors: Sequence[Tensor]) -> list[Ties]:
     """Returns assumptions about the sizes of tensors for tokens of a shape; the last one is that they never change."""
 
-    def tie(size: int, is_last: bool, axes: Sequence[int], prefix: int) -> Tie:
+    def tie(size: int, is_last: bool, axes: Sequence[int], prefix: int, sizes: torch.Size) -> Tie:
         same = (axis for axis in axes if shape[axis] == size > 1)
-        less = (axis for axis in axes if not is_last and size > 1 and 0 < shape[axis] - size <= prefix)
+        others = (axis for axis in axes if shape[axis] not in sizes)  # of [H, N, D], H may be less than N
+        less = (axis for axis in others if not is_last and size > 1 and 0 < shape[axis] - size <= prefix)
         axis = next(same, next(less, None))
         return size if axis is None else (axis, shape[axis] - size)
 
@@ -38,7 +39,7 @@ def ties_of(shape: Sequence[int], tensors: Sequence[Tensor]) -> list[Ties]:
         found.append(
             tuple(
                 tuple(
-                    size if i == end else tie(size, i == each.dim() - 1, used, prefix)
+                    size if i == end else tie(size, i == each.dim() - 1, used, prefix, each.shape)
                     for i, size in enumerate(each.shape)
                 )
                 for each, end in zip(tensors, last)
