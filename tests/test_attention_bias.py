@@ -161,7 +161,10 @@ def test_implementations_of_frozen_attention(by: str, monkeypatch: pytest.Monkey
         expected = attention_among(qkv, None, terms=each, backend="eager").flatten(-2)
         torch.testing.assert_close(found, expected)
     monkeypatch.setattr(packed, "fastest", lambda layers, _: asked.append(layers) or dict.fromkeys(layers, by))
-    select = lambda terms: packed._select_for_terms({"terms": terms, "heads": 2}, torch.float32, 16)  # noqa: E731
+
+    def select(terms: ScoreTerms) -> str:
+        return packed._select_for_terms({"terms": terms, "heads": 2}, torch.float32, 16)
+
     assert select(terms) == by and by in next(iter(asked[0].values()))
     terms.bias[0, 1, 3] = -torch.inf
     assert select(terms) == "flash" and len(asked) == 1

@@ -165,3 +165,17 @@ def test_estimated_device_time_of_a_block() -> None:
     assert fc1["GFLOP"] == pytest.approx(2 * 50_432 * 768 * 3072 / 1e9, rel=1e-3)
     attention = next(row for row in rows if row["kernel"].startswith("attention"))
     assert attention["GFLOP"] == pytest.approx(4 * 50_432 * 197 * 768 / 1e9, rel=1e-3)
+
+
+_BIAS = """
+import json
+from vit_fast.kernels.inspect import device_model, static_checks
+builds = [each for each in static_checks.builds("sm_90", True) if each.kernel == "attention_bias_fwd"]
+build = next(each for each in builds if "N49 D32 B8192" in each.case)
+print(json.dumps(device_model.estimate(build.launch, "sm_90")["GFLOP"]))
+"""
+
+
+@pytest.mark.slow
+def test_flops_of_attention_with_a_bias() -> None:
+    assert run_compiler("-c", _BIAS) == pytest.approx(4 * 8192 * 4 * 49 * 49 * 32 / 1e9, rel=1e-3)

@@ -49,7 +49,8 @@ def estimate(launch: Launch, arch: str) -> dict[str, Any]:
         )
     elif "FORM" in c:  # attention; the tile kernel of whole windows also computes dq, dk and dv
         matmuls = _ATTENTION_MATMULS.get(launch.kernel.__name__, 2) + 3 * bool(c.get("WHOLE"))
-        keys = (args["sizes"][3] >> 32) * c["TILE"][3] if "terms" in args else args["sizes"][2] >> 32  # see launch.py
+        # encoded by `_launch` of bias_launch.py, and by `unspecialized`
+        keys = (args["sizes"][3] >> 4) * c["TILE"][3] if "terms" in args else args["sizes"][2] >> 32
         flop = 2.0 * matmuls * args["lse_ptr"].numel() * keys * c["FORM"][0]
     peak = 2 * PRODUCTS[arch] * gpu.sm_count * gpu.clock * 1e3 * 2 / itemsize  # FLOP per microsecond
     times = {"tensor cores": flop / peak / _SUSTAINED, "DRAM": moved / gpu.dram / 1e3 / _STREAMED}

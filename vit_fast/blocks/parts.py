@@ -361,5 +361,6 @@ def _bound(slot: Slot, tensors: Sequence[Tensor]) -> Slot:
     if type(owner) is Argument:
         return Argument(owner.number, tensors[owner.number]), name
     if isinstance(owner, Derived):
-        return replace(owner, slots=tuple(_bound(each, tensors) for each in owner.slots)), name  # type: ignore[type-var]
+        slots = tuple(_bound(each, tensors) for each in owner.slots)
+        return replace(owner, slots=slots), name  # type: ignore[type-var]  # a dataclass
     return slot

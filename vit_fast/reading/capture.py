@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
-import sympy  # type: ignore[import-untyped]
+import sympy  # type: ignore[import-untyped]  # has no types
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -147,7 +147,7 @@ class InDouble(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         torch.set_default_dtype(self.default)
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = Tensor.double if func is Tensor.float else func
