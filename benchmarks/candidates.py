@@ -1,13 +1,13 @@
 """Candidates of the benchmark: names, defaults, and the functions that build them.
 
 All candidates of a group (see models.Group) have the same weights. To add a candidate, add it to `_own`, `_others`
-or `_files`. A compile mode may follow the name: `timm+compile`, `timm+compile:max-autotune`.
+or `_files`, and to the table in docs/howto/benchmark.md. A compile mode may follow the name: `timm+compile`,
+`timm+compile:max-autotune`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -54,9 +54,7 @@ def parse_candidate(word: str) -> Candidate:
     """Parses a word such as `timm+compile:max-autotune`; raises ValueError for an unknown name or mode."""
     name, compiled, mode = word.strip().partition("+compile")
     if name not in CANDIDATES:
-        nearest = difflib.get_close_matches(name, CANDIDATES, n=1, cutoff=0.6)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"must be one of {', '.join(CANDIDATES)}"
-        raise ValueError(f"unknown candidate {name!r}: {hint}")
+        raise ValueError(f"a candidate must be one of {', '.join(CANDIDATES)}, got {name!r}")
     if not compiled:
         return CANDIDATES[name]
     found: Any = mode.removeprefix(":") or "default"
@@ -270,74 +268,62 @@ _LOSSY = _INFERENCE | {"tolerance": LOSSY_TOLERANCE}
 _FILE = _INFERENCE | {"compilable": False}
 
 
-def _named(base: str, summary: str, builder: Builder, **fields: Any) -> Candidate:
-    return Candidate(base=base, summary=summary, builder=builder, **fields)
+def _named(base: str, builder: Builder, **fields: Any) -> Candidate:
+    return Candidate(base=base, builder=builder, **fields)
 
 
-def _fused(base: str, what: str, builder: Builder, **fields: Any) -> Iterator[Candidate]:
+def _fused(base: str, builder: Builder, **fields: Any) -> Iterator[Candidate]:
+    """Yields a model after fuse, and after fuse and freeze."""
     builder = partial(_build_fused, builder, fields["fullgraph"])
-    yield _named(f"{base}+fused", f"{what} after vit_fast.fuse", builder, **fields)
+    yield _named(f"{base}+fused", builder, **fields)
     frozen = partial(_build_changed, builder, Candidate(frozen=True))
-    summary = f"{what} after vit_fast.fuse and vit_fast.freeze"
-    yield _named(f"{base}+fused+frozen", summary, frozen, **fields, **_INFERENCE)
+    yield _named(f"{base}+fused+frozen", frozen, **fields, **_INFERENCE)
 
 
 def _own() -> Iterator[Candidate]:
     """Yields vit-fast's model on each backend, and cached results of optimize."""
-    yield _named("eager", "vit-fast's model in plain PyTorch: the reference", build, **_ON_EAGER, fullgraph=True)
-    yield _named("sdpa", "vit-fast's model with scaled_dot_product_attention", build, **_ON_SDPA, fullgraph=True)
-    yield _named("triton", "vit-fast's model with the Triton kernels", build, **_ON_TRITON, fullgraph=True)
+    for backend, fields in (("eager", _ON_EAGER), ("sdpa", _ON_SDPA), ("triton", _ON_TRITON)):
+        yield _named(backend, build, **fields, fullgraph=True)
     frozen, graphs, e4m3 = (
         partial(_build_changed, build, changes)
         for changes in (Candidate(frozen=True), Candidate(graphs=True), Candidate(precision="fp8"))
     )
-    yield _named("triton-frozen", "triton with frozen weights", frozen, **_ON_TRITON, **_INFERENCE)
-    yield _named("triton-graphs", "triton-frozen in a CUDA graph", graphs, **_ON_TRITON, **_FILE)
-    summary = "triton with linear layers in calibrated FP8 (e4m3)"
-    yield _named("triton-fp8", summary, e4m3, **_ON_TRITON, **_LOSSY, precision="fp8")
+    yield _named("triton-frozen", frozen, **_ON_TRITON, **_INFERENCE)
+    yield _named("triton-graphs", graphs, **_ON_TRITON, **_FILE)
+    yield _named("triton-fp8", e4m3, **_ON_TRITON, **_LOSSY, precision="fp8")
     for kernel in ("flash", "cudnn", "efficient"):
         only = partial(sdpa_kernel, getattr(SDPBackend, f"{kernel.upper()}_ATTENTION"))
-        summary = f"sdpa restricted to the {kernel} kernel"
-        yield _named(f"sdpa-{kernel}", summary, build, **_ON_SDPA, fullgraph=True, context=only)
-    summary = "cached result of vit_fast.optimize"
-    yield _named("optimized", f"{summary}, lossless", _build_optimized, **_FILE)
+        yield _named(f"sdpa-{kernel}", build, **_ON_SDPA, fullgraph=True, context=only)
+    yield _named("optimized", _build_optimized, **_FILE)
     for precision in PRECISIONS:
-        fields = _FILE | _LOSSY | {"precision": precision}
-        yield _named(f"optimized-{precision}", f"{summary} in {precision}", _build_optimized, **fields)
+        yield _named(f"optimized-{precision}", _build_optimized, **_FILE | _LOSSY | {"precision": precision})
 
 
 def _others() -> Iterator[Candidate]:
     """Yields models of libraries and of the user, and operators of other packages."""
     for library in PEERS:
         peer, needs = partial(_build_peer, library), (library.NAME,)
-        yield _named(library.NAME, library.PEER, peer, packages=needs, peer=True)
-        yield from _fused(library.NAME, f"the model of {library.NAME}", peer, packages=needs, fullgraph=True)
-    yield _named("given", "your model", _build_given, peer=True)
-    yield from _fused("given", "your model", _build_given, fullgraph=False)
-    ao = _LOSSY | {"packages": ("torchao",), "peer": True}
-    summary = "sdpa with torchao's int8 weights and dynamic activation quantization"
-    yield _named("torchao-int8", summary, _build_torchao, **ao, precision="int8")
-    summary = "sdpa with torchao's float8 weights and dynamic activation quantization, per row"
-    yield _named("torchao-fp8", summary, _build_torchao, **ao, precision="fp8")
-    for base, summary, packages in (
-        ("flex", "FlexAttention, compiled", ()),
-        ("flash-attn", "attention of flash-attn", ("flash_attn",)),
-        ("cublaslt", "MLP in PyTorch with cuBLASLt's GELU epilogue", ()),
-    ):
-        yield _named(base, summary, build, packages=packages, peer=True, compilable=False)
+        yield _named(library.NAME, peer, packages=needs, peer=True)
+        yield from _fused(library.NAME, peer, packages=needs, fullgraph=True)
+    yield _named("given", _build_given, peer=True)
+    yield from _fused("given", _build_given, fullgraph=False)
+    for precision in ("int8", "fp8"):
+        fields = _LOSSY | {"packages": ("torchao",), "peer": True, "precision": precision}
+        yield _named(f"torchao-{precision}", _build_torchao, **fields)
+    for base, packages in (("flex", ()), ("flash-attn", ("flash_attn",)), ("cublaslt", ())):
+        yield _named(base, build, packages=packages, peer=True, compilable=False)
 
 
 def _files() -> Iterator[Candidate]:
     """Yields the export of a model in each runtime."""
     onnx: dict[str, Any] = _FILE | {"engine": "onnxruntime", "packages": ORT, "peer": True}
-    yield _named("onnxruntime", "the model exported to ONNX, in ONNX Runtime", _build_file, **onnx)
+    yield _named("onnxruntime", _build_file, **onnx)
     calibrated = onnx | _LOSSY | {"precision": "int8", "peer": False}
-    yield _named("onnxruntime-int8", "onnxruntime, vit-fast's int8 calibrated on an image", _build_file, **calibrated)
-    builder, peer = partial(_build_file, quantizer=_quantize_dynamically), calibrated | {"peer": True}
-    yield _named("onnxruntime-int8-dynamic", "onnxruntime, int8 by its quantize_dynamic", builder, **peer)
-    yield _named("tensorrt", "onnxruntime with the TensorRT provider", _build_file, **onnx | {"engine": "tensorrt"})
-    openvino = onnx | {"engine": "openvino", "packages": (*ORT[:2], "openvino")}
-    yield _named("openvino", "the model exported to ONNX, in OpenVINO on a CPU", _build_file, **openvino)
+    yield _named("onnxruntime-int8", _build_file, **calibrated)
+    dynamic = partial(_build_file, quantizer=_quantize_dynamically)
+    yield _named("onnxruntime-int8-dynamic", dynamic, **calibrated | {"peer": True})
+    yield _named("tensorrt", _build_file, **onnx | {"engine": "tensorrt"})
+    yield _named("openvino", _build_file, **onnx | {"engine": "openvino", "packages": (*ORT[:2], "openvino")})
 
 
 CANDIDATES: dict[str, Candidate] = {candidate.base: candidate for candidate in (*_own(), *_others(), *_files())}

@@ -88,7 +88,6 @@ def make_configuration(
     candidates: Sequence[str] | None = None,
     img_size: Sequence[int] | Sequence[Sequence[int]] | None = None,
     train: bool = False,
-    amp: bool = False,
     data: str = "device",
     explain: bool = False,
     cold: bool = False,
@@ -113,8 +112,6 @@ def make_configuration(
         raise ValueError(f"--time-budget must be >= 0 (0: no limit), got {time_budget_s}")
     if seconds is not None and not 0 <= seconds < math.inf:
         raise ValueError(f"--seconds must be finite and >= 0, got {seconds}")
-    if amp and (not train or dtypes not in (None, ["fp32"])):
-        raise ValueError("--amp requires --train and fp32 parameters: pass --train, and remove --dtypes")
     if latency and batch_sizes not in (None, [1]):
         raise ValueError(f"--batch-sizes must be 1 or absent with --latency, got {batch_sizes}")
     # quick checks before the first model is built
@@ -127,11 +124,10 @@ def make_configuration(
     image_files = find_images(images or [sample_image()])[:MAX_VIEWS]
     for path in image_files:
         read_image(path)
-    known = [name for name in DTYPES if name != "amp" and (name != "tf32" or kind == "cuda")]
+    known = [name for name in DTYPES if {"amp": train, "tf32": kind == "cuda"}.get(name, True)]
     names = _some("--dtypes", DEFAULT_DTYPES[kind] if dtypes is None else dtypes)
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"--dtypes must consist of {', '.join(known)} on {where}, got {unknown[0]!r}")
-    names = ("amp",) if amp else names
     choose(candidates, where)
     sizes = SEARCHED[kind] if batch_sizes == "best" else (1,) if latency else batch_sizes
     sizes = _some("--batch-sizes", DEFAULT_BATCH_SIZES[kind] if sizes is None else sizes)

@@ -327,7 +327,7 @@ def cold_start(request: Mapping[str, Any], group: Group, name: str, seconds: flo
     """Measures the seconds of a new process to its first correct output, and its peak host memory."""
     asked = dict(request) | {"models": [group.model.source or group.model.name], "batch_sizes": [group.batch_size]}
     asked |= {"img_size": None if group.model.data is None else group.model.image_hw, "latency": False}
-    asked |= {"dtypes": None if group.dtype_name == "amp" else [group.dtype_name], "candidates": [name]}
+    asked |= {"dtypes": [group.dtype_name], "candidates": [name]}
     command = [sys.executable, "-c", f"from {__name__} import print_first_output as run; run()", json.dumps(asked)]
     started = time.monotonic()
     try:

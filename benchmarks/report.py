@@ -169,15 +169,15 @@ def objections(record: Record) -> list[str]:
 
 def command(record: Record) -> str:
     """Returns the command line that repeats the run; includes images other than the default."""
-    given, implied = record["configuration"], {"dtypes": "amp", "batch_sizes": "latency"}
+    given = record["configuration"]
     words = ["vit-fast", "bench", *(given["images"] if given["images"] != ["grace_hopper.jpg"] else ())]
-    words += [f"--{name}" for name in ("train", "amp", "explain", "cold", "latency") if given.get(name)]
+    words += [f"--{name}" for name in ("train", "explain", "cold", "latency") if given.get(name)]
     if size := given.get("img_size"):
         sizes = size if isinstance(size[0], list) else [size]
         words += ["--img-size", ",".join("x".join(map(str, sides)) for sides in sizes)]
     for name in ("models", "batch_sizes", "dtypes", "candidates", "device", "data", "seconds"):
         value = given.get(name)
-        if value not in (None, "device") and not given.get(implied.get(name, "")):
+        if value not in (None, "device") and not (name == "batch_sizes" and given.get("latency")):
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             words += [f"--{name.replace('_', '-')}", text]
     return shlex.join(words)

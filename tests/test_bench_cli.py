@@ -36,12 +36,11 @@ def image_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, image_files: Path) -> tuple[Path, str]:
-    """The folder that the command wrote, and its output with a list of the candidates."""
+    """The folder that the command wrote, and its output."""
     folder, printed = tmp_path_factory.mktemp("out") / "deep" / "run", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         shrink(patch)
-        status = run("bench", str(image_files), *SMALL, "--candidates", "eager,sdpa,timm", "--out", str(folder))
-        assert run("bench", "--list-candidates") == status == 0
+        assert run("bench", str(image_files), *SMALL, "--candidates", "eager,sdpa,timm", "--out", str(folder)) == 0
     return folder, printed.getvalue()
 
 
@@ -56,8 +55,7 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(finished: tuple[P
     assert sorted(path.name for path in folder.iterdir()) == FILES
     assert [path.name for path in folder.parent.iterdir()] == ["run"]
     assert str(folder) in printed.replace("\n", "")
-    titles = ("candidate", "images/s", "ms", "x best peer", "max error", "agreement")
-    assert all(word in printed for word in (*titles, "triton", "transformers", "torchvision", "+compile"))
+    assert all(word in printed for word in ("candidate", "images/s", "ms", "x best peer", "max error", "agreement"))
     assert record["configuration"]["images"] == ["0.png", "1.png"]
     assert str(folder) not in (folder / "record.json").read_text()
     assert (folder / "table.md").read_text() == report.markdown(record)

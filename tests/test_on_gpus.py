@@ -31,7 +31,7 @@ from vit_fast.benchmarks.candidates import CANDIDATES, NAMES
 from vit_fast.benchmarks.preparation import TrainingStep
 from vit_fast.benchmarks.records import Journal, read_record
 from vit_fast.export.runtime.runner import OnnxRunner, ProviderError
-from vit_fast.measure import candidate, clock, search, trials
+from vit_fast.measure import cache, candidate, clock, search, trials
 from vit_fast.measure.candidate import ORIGINAL, PRECISIONS, Candidate, Reference
 from vit_fast.measure.trials import Trials
 from vit_fast.ops.backends import triton_unavailable_reasons
@@ -363,16 +363,15 @@ def test_packed_towers_replay_graphs_on_two_gpus(gpus: Machine) -> None:
 
 @pytest.mark.usefixtures("gpus", "own_cache")
 @pytest.mark.slow
-def test_optimize_finds_graphs_on_the_second_gpu(tmp_path: Path, capsys: Any, only: Any) -> None:
+def test_optimize_finds_graphs_on_the_second_gpu(capsys: Any, only: Any) -> None:
     only(Candidate(attention="triton", mlp="triton", frozen=True, graphs=True))
     names = {one.name for one in trials.candidates(torch.device("cuda:1"), PRECISIONS)}
     assert names > {"fused triton, fp8, graphs", "fused triton, torch.compile max-autotune"}
-    saved = tmp_path / "fast.json"
-    options = ("--batch", "2", "--budget", "600", "--device", "cuda:1", "--save", str(saved))
-    assert run_command("optimize", "vit_test", *options) == 0
+    assert run_command("optimize", "vit_test", "--batch", "2", "--budget", "600", "--device", "cuda:1") == 0
     assert "fused triton, frozen, graphs" in capsys.readouterr().out
     model = vit_fast.create_model("vit_test", backend="eager", device="cuda:1")
-    assert vit_fast.load_optimized(saved, model)(torch.zeros(2, 3, 32, 32, device="cuda:1")).device.index == 1
+    ((path, _),) = cache.all_results()
+    assert vit_fast.load_optimized(path, model)(torch.zeros(2, 3, 32, 32, device="cuda:1")).device.index == 1
 
 
 @pytest.mark.parametrize(

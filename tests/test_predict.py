@@ -109,14 +109,12 @@ def test_errors_are_one_line_and_status_2(models: Path, tmp_path: Path, capsys: 
         ((*predict, "--weights", "m.onnx", "--data-config", "three.txt"), "three.txt: cannot be read as JSON"),
         ((*predict, "--weights", "m.onnx", "--data-config", "list.json"), "must contain a JSON object"),
         ((*predict, "--weights", "m.onnx", "--model", "vit_test"), "--model vit_test requires PyTorch weights"),
-        ((*predict, "--weights", "m.onnx", "--backend", "sdpa"), "sdpa requires PyTorch weights, got m.onnx"),
         ((*predict, "--model", "vit_tset"), "vit_test"),
         ((*predict, "--model", "vit_tiny_patch16_224"), "does not fit"),
         ((*predict, "--top-k", "0"), "--top-k must be an integer >= 1, got 0"),
         ((*predict, "--classes", "three.txt"), "got 3"),
         ((*predict, "--classes", "gap.json"), "gap.json: must be a JSON list of names, or an object"),
         ((*predict, "--classes", "absent.txt"), "no such file"),
-        ((*predict, "--backend", "cuda"), "cuda"),
         ((*predict, "--device", "cuda:99"), "device must"),
     ):
         if arguments[0] == "predict" and "--weights" not in arguments:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "info": "info", "models": "info", "bench": "bench", "compare": "bench", "report": "bench", "verify": "info",
     "kernels": "kernels", "predict": "predict", "train": "train", "evaluate": "predict", "export": "export",
-    "optimize": "optimize", "cache": "optimize", "show": "optimize", "hf-kernel": "export",
+    "optimize": "optimize", "cache": "optimize", "show": "optimize",
 }  # fmt: skip
 """Maps each command to its module in `commands/`. `vit-fast COMMAND` imports only this module."""
 
@@ -63,7 +63,7 @@ def make_app(wanted: str = "") -> typer.Typer:
     app.callback()(_before_every_command)
     for name in [wanted] if wanted in COMMANDS else COMMANDS:
         module = importlib.import_module(f".commands.{COMMANDS[name]}", __package__)
-        function = getattr(module, name.replace("-", "_"))
+        function = getattr(module, name)
         paragraphs = (inspect.getdoc(function) or "").split("\n\n")
         # typer removes line breaks from the first paragraph only
         app.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(function)

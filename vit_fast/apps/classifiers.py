@@ -24,12 +24,9 @@ from .data import ImageError, ImageFolder, batches_of, make_transform, read_imag
 BATCH_SIZE, TOP = 32, 5
 
 
-def open_classifier(weights: str, model_name: str | None, backend: str, device: str) -> VisionTransformer:
+def open_classifier(weights: str, model_name: str | None, device: str) -> VisionTransformer:
     """Builds a model that returns one row of logits per image."""
-    if model_name is None:
-        model = load(weights, backend=backend)
-    else:
-        model = create_model(model_name, weights=weights, backend=backend)
+    model = load(weights) if model_name is None else create_model(model_name, weights=weights)
     if model.config.global_pool == "":
         raise ValueError(f"{weights}: global_pool must not be '', which gives logits per token")
     if model.config.num_classes == 0:

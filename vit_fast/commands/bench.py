@@ -27,7 +27,6 @@ def bench(
         "FILE.onnx, or module:function, where the function returns a model.", metavar="A,B")] = None,
     img_size: Annotated[str | None, option("Image sizes (default: the model's).", metavar="N|HxW,...")] = None,
     train: Annotated[bool, option("Measure training steps instead of inference.", "--train")] = False,
-    amp: Annotated[bool, option("With --train: run the forward pass under bf16 autocast.", "--amp")] = False,
     data: Annotated[str, option(
         "device: images are on the device before a call. host (GPU only): images are in CPU memory, and their copy is "
         "timed too.")] = "device",
@@ -38,10 +37,11 @@ def bench(
         "Batch sizes (default: 1,8 on a CPU; 1,32,256 on a GPU). With best: 1, 2, 4, ... while throughput grows.",
         metavar="1,8|best")] = None,
     dtypes: Annotated[str | None, option(
-        "Dtypes: fp32, tf32 (GPU only), fp16, bf16. Default: bf16 on a GPU; on a CPU fp32, and bf16 if it has bf16 "
-        "instructions and time allows.", metavar="A,B")] = None,
+        "Dtypes: fp32, tf32 (GPU only), fp16, bf16, and with --train amp (bf16 autocast). Default: bf16 on a GPU; on a "
+        "CPU fp32, and bf16 if it has bf16 instructions and time allows.", metavar="A,B")] = None,
     candidates: Annotated[str | None, option(
-        "Candidates to measure; see --list-candidates.", metavar="eager,timm+compile")] = None,
+        "Candidates to measure; docs/howto/benchmark.md lists them, and so does the error for an unknown one.",
+        metavar="eager,timm+compile")] = None,
     device: Device = "auto",
     out: Annotated[Path | None, option("New or empty output folder (default: one in vit-fast-results).")] = None,
     time_budget: Annotated[float | None, option(
@@ -50,7 +50,6 @@ def bench(
     seconds: Annotated[float | None, option("Measure each candidate for this many seconds.")] = None,
     resume: Annotated[Path | None, option("Resume the interrupted run in this folder.")] = None,
     as_json: AsJson = False,
-    list_candidates: Annotated[bool, option("List the candidates and exit.", "--list-candidates")] = False,
 ) -> None:  # fmt: skip
     """Measure images per second of models in vit-fast and other libraries, and verify the outputs.
 
@@ -67,9 +66,6 @@ def bench(
     from ..measure.limits import patient_interrupt
 
     console = wide_console(stderr=as_json)
-    if list_candidates:
-        _list_candidates(console)
-        return
     if out is not None:
         check_folder(out)
     given: dict[str, Any] = {
@@ -77,7 +73,7 @@ def bench(
         "batch_sizes": "best" if batch_sizes == "best" else integers("--batch-sizes", batch_sizes),
         "candidates": split_words(candidates), "device": device, "data": data, "time_budget_s": time_budget,
         "img_size": [integers("--img-size", size, "x") or [] for size in img_size.split(",")] if img_size else None,
-        "seconds": seconds, "train": train, "amp": amp, "explain": explain, "cold": cold, "latency": latency,
+        "seconds": seconds, "train": train, "explain": explain, "cold": cold, "latency": latency,
     }  # fmt: skip
     if resume is None:
         configuration = make_configuration(**given)
@@ -116,18 +112,6 @@ def bench(
         raise typer.Exit(130)
     if any(row["status"] in ("incorrect", "failed") for row in record["rows"]):
         raise typer.Exit(1)
-
-
-def _list_candidates(console: Console) -> None:
-    from ..benchmarks.candidates import CANDIDATES, COMPILE_MODES
-
-    listed = table("candidates", ("candidate", "description", "installed", "torch.compile"), texts=4)
-    for name, candidate in CANDIDATES.items():
-        packages = " ".join(candidate.missing_packages())
-        installed = f"no (pip install {packages})" if packages else "yes"
-        listed.add_row(name, candidate.summary, installed, "yes" if candidate.compilable else "no")
-    console.print(listed)
-    console.print(f"Append +compile to a name, or +compile:MODE, where MODE is one of {', '.join(COMPILE_MODES)}.")
 
 
 def _print_results(console: Console, record: dict[str, Any]) -> None:

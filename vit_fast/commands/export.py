@@ -1,4 +1,4 @@
-"""`vit-fast export`: exports a model to ONNX; `vit-fast hf-kernel`: writes the operators as a Hub kernel."""
+"""`vit-fast export`: exports a model to ONNX."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..cli import AsJson, ClassNames, DataConfigFile, Side, argument, integers, 
 
 
 def export(
+    out: Annotated[Path, option("The .onnx file to write.", "--out", "-o")],
     model: Annotated[str | None, argument(
         "One of `vit-fast models`, a weights file of vit-fast, a Hugging Face Hub id, or module:function. The function "
         "returns a model, or a model and an example of its inputs.")] = None,
-    out: Annotated[Path | None, option("The .onnx file to write.", "--out", "-o")] = None,
     weights: Annotated[str | None, option(
         "A file, a folder or a Hub id (default: MODEL if it is a file or Hub id, else random).")] = None,
     target: Annotated[str, option("Runtime to optimize for: generic, ort-cpu, ort-cuda or tensorrt.")] = "generic",
@@ -49,7 +49,6 @@ def export(
     triton_repository: Annotated[Path | None, option(
         "Also add the file to this model repository of NVIDIA Triton Inference Server.")] = None,
     card: Annotated[bool, option("Also write a model card: source, precision, checks and hashes.", "--card")] = False,
-    inspect: Annotated[Path | None, option("Print the metadata of an ONNX file and exit.")] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Export a model to ONNX, and verify that the file's output matches the model's."""
@@ -58,65 +57,46 @@ def export(
 
     from ..apps.classifiers import read_class_names
     from ..apps.data import channels_of, find_images
-    from ..export import export_onnx, inspect_onnx, write_card, write_triton_repository
+    from ..export import export_onnx, write_card, write_triton_repository
     from ..export.deployment import check_triton_repository
     from ..files import find_function, read_object
     from ..weights import create_model
 
-    if inspect is not None:
-        result: Any = inspect_onnx(inspect)
-    else:
-        if model is None:
-            model, weights = weights, None
-        if model is None or out is None:
-            raise ValueError("pass MODEL or --weights, and -o FILE.onnx; or pass --inspect FILE.onnx")
-        model, function = model_name(model), find_function(model)
-        if triton_repository is not None:
-            check_triton_repository(triton_repository, out.stem, precision if target == "tensorrt" else None)
-        if calibrate:
-            find_images(calibrate)
-        has_weights = weights is not None or "/" in model  # a Hub id or a path has weights
-        overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
-        options: dict[str, Any] = {  # checked by export_onnx
-            "precision": precision, "target": target, "output": split_words(returns), "normed": normed,
-            "layers": integers("--layers", layers) or (), "spatial": spatial, "ir_version": ir_version,
-        }  # fmt: skip
-        if function is None:
-            built: Any = create_model(model, weights=weights, backend="sdpa", **overrides)
-        else:
-            built = function()
-            has_weights = True
-        if isinstance(built, tuple):
-            built, options["example"] = built
-        elif function is not None and img_size is not None:
-            options["example"] = torch.randn(1, channels_of(built), img_size, img_size)
-        if data_config is not None:
-            options["data_config"] = read_object(data_config)
-            options["data_config"].pop("img_size", None)
-        result = export_onnx(
-            built, out, dynamic_size=dynamic_size,
-            preprocess=preprocess, calibration=calibrate or None, validation=validation,
-            class_names=None if classes is None else read_class_names(classes), verify=verify,
-            source=model if has_weights and weights is None else f"{model}, {weights or 'random weights'}", **options,
-        )  # fmt: skip
-        if not has_weights:
-            result.warnings.append("the weights are random: pass --weights")
-        if triton_repository is not None:
-            folder = write_triton_repository(out, triton_repository)
-            typer.echo(f"wrote {folder} for Triton Inference Server", err=True)
-        if card:
-            typer.echo(f"wrote model card {write_card(out)}", err=True)
+    if model is None:
+        model, weights = weights, None
+    if model is None:
+        raise ValueError("pass MODEL or --weights")
+    model, function = model_name(model), find_function(model)
+    if triton_repository is not None:
+        check_triton_repository(triton_repository, out.stem, precision if target == "tensorrt" else None)
+    if calibrate:
+        find_images(calibrate)
+    has_weights = function is not None or weights is not None or "/" in model  # a Hub id or a path has weights
+    overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
+    options: dict[str, Any] = {"precision": precision, "target": target, "output": split_words(returns)}
+    built: Any = create_model(model, weights=weights, backend="sdpa", **overrides) if function is None else function()
+    if isinstance(built, tuple):
+        built, options["example"] = built
+    elif function is not None and img_size is not None:
+        options["example"] = torch.randn(1, channels_of(built), img_size, img_size)
+    if data_config is not None:
+        options["data_config"] = read_object(data_config)
+        options["data_config"].pop("img_size", None)
+    result = export_onnx(
+        built, out, layers=integers("--layers", layers) or (), normed=normed, spatial=spatial, ir_version=ir_version,
+        dynamic_size=dynamic_size, preprocess=preprocess, calibration=calibrate or None, validation=validation,
+        class_names=None if classes is None else read_class_names(classes), verify=verify,
+        source=model if has_weights and weights is None else f"{model}, {weights or 'random weights'}",
+        **options,
+    )  # fmt: skip
+    if not has_weights:
+        result.warnings.append("the weights are random: pass --weights")
+    if triton_repository is not None:
+        folder = write_triton_repository(out, triton_repository)
+        typer.echo(f"wrote {folder} for Triton Inference Server", err=True)
+    if card:
+        typer.echo(f"wrote model card {write_card(out)}", err=True)
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2, default=str))
     else:
         Console().print(result.to_table())
-
-
-def hf_kernel(folder: Annotated[Path, argument("New or empty folder to write.")]) -> None:
-    """Write attention and LayerNorm + MLP as a Hugging Face Hub kernel, ready to upload."""
-    from ..apps.hub_kernel import NAME, build_hf_kernel
-
-    variant = build_hf_kernel(folder)
-    files = sum(path.is_file() for path in variant.rglob("*"))
-    typer.echo(f"wrote {variant} ({NAME}, {files} files)")
-    typer.echo(f"To load it, call kernels.get_local_kernel(pathlib.Path({str(folder)!r})).")

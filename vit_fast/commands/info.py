@@ -1,10 +1,11 @@
-"""`vit-fast info`: prints versions and backends; `models`: lists the models; `verify`: checks the backends."""
+"""`vit-fast info`: prints versions and backends, or describes an ONNX file; `models` and `verify`."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,8 +13,20 @@ import typer
 from ..cli import AsJson, argument, option, table, wide_console
 
 
-def info(as_json: AsJson = False) -> None:
-    """Show versions, devices and available backends."""
+def info(
+    file: Annotated[Path | None, argument("An ONNX file, to show its inputs, outputs and metadata instead.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show versions, devices and available backends, or describe an ONNX file."""
+    if file is not None:
+        from ..export import inspect_onnx
+
+        described = inspect_onnx(file)
+        if as_json:
+            typer.echo(json.dumps(described.to_dict(), indent=2, default=str))
+        else:
+            wide_console().print(described.to_table())
+        return
     import torch
 
     from ..version import PACKAGES, __version__, cpu_instructions, cpu_name, installed
@@ -71,32 +84,19 @@ def _backend_rows(device: Any) -> list[dict[str, Any]]:
 
 def models(
     pattern: Annotated[str, argument("Names to list, as a shell-style pattern such as 'vit_base_*'.")] = "*",
-    as_json: AsJson = False,
 ) -> None:
     """List models with parameter count, GFLOPs per image (2 FLOPs per multiply-add), tokens and input size."""
     from ..variants import get_variant, list_models
     from ..work import parameter_count, total, work
 
-    rows: list[dict[str, Any]] = []
+    rows = []
     for name in list_models(pattern) or [pattern]:
         config = get_variant(name).config  # raises ValueError with similar names if there is no such model
-        rows.append(
-            {
-                "model": name, "parameters": parameter_count(config),
-                "gflop_per_image": total(work(config, 1).values()).flop / 1e9, "tokens": config.seqlen,
-                "embed_dim": config.embed_dim, "depth": config.depth, "num_heads": config.num_heads,
-                "img_size": list(config.image_hw),
-            }
-        )  # fmt: skip
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
+        millions, gflop = parameter_count(config) / 1e6, total(work(config, 1).values()).flop / 1e9
+        sizes = config.seqlen, config.embed_dim, config.depth, config.num_heads, "x".join(map(str, config.image_hw))
+        rows.append([name, f"{millions:.1f}", f"{gflop:.1f}", *map(str, sizes)])
     titles = ("model", "Mparams", "GFLOP", "tokens", "embed_dim", "depth", "heads", "img_size")
-    cells = []
-    for row in rows:
-        name, parameters, gflop, *sizes, image_hw = row.values()
-        cells.append([name, f"{parameters / 1e6:.1f}", f"{gflop:.1f}", *map(str, sizes), "x".join(map(str, image_hw))])
-    wide_console().print(table(f"{len(rows)} models", titles, cells))
+    wide_console().print(table(f"{len(rows)} models", titles, rows))
 
 
 def verify(

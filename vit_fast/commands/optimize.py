@@ -42,7 +42,6 @@ def optimize(
         "Maximum memory of a candidate in MiB, not counting MODEL: what its build adds, plus the peak of one call.",
         min=0.001)] = None,
     device: Device = "auto",
-    save: Annotated[Path | None, option("Save the result to this file, for vit_fast.load_optimized.")] = None,
     export: Annotated[Path | None, option("New or empty folder, to write the result as .onnx or .pt2 file.")] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
@@ -55,14 +54,12 @@ def optimize(
     from rich.console import Console
     from rich.markup import escape
 
-    from ..files import check_new_folder, check_replaceable
+    from ..files import check_new_folder
     from ..measure.optimization import deploy
     from ..measure.optimization import optimize as run
 
     if export is not None:
         check_new_folder(export)
-    if save is not None:
-        check_replaceable(save)
     console, progress = wide_console(stderr=as_json), Console(stderr=True)
     opened = open_model(model, batch, images or (), device, integers("--img-size", img_size, "x"))
     with progress.status(escape(model)):
@@ -77,9 +74,6 @@ def optimize(
     if result.table:
         console.print(_table(result))
     console.print(f"{opened.model.name}, batch {batch}: {result}", **PLAIN)
-    if save is not None:
-        result.save(save)
-        console.print(f"wrote {save}", **PLAIN)
     if export is not None:
         for path in deploy(result.cached, opened.module, opened.example, export, opened.image_files):
             console.print(f"wrote {path}", **PLAIN)
@@ -115,18 +109,14 @@ def _table(result: Optimization) -> Table:
 
 def cache(
     clear: Annotated[bool, option("Remove all cached results, also the measurements of freeze.", "--clear")] = False,
-    as_json: Annotated[bool, option("Without --clear: print JSON.", "--json")] = False,
 ) -> None:
-    """List or remove the cached results of `optimize`."""
+    """List or remove the cached results of `optimize`, which are JSON files."""
     from ..measure import cache
 
     if clear:
         typer.echo(f"removed {cache.clear()} cached results from {cache.folder()}")
         return
     found = list(cache.all_results())
-    if as_json:
-        typer.echo(json.dumps([result.to_dict() for _, result in found], indent=2))
-        return
     typer.echo(f"cached results in {cache.folder()}: {len(found)}")
     for path, result in found:
         key = result.key

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..cli import Backend, ClassNames, DataConfigFile, Device, WeightsFile, WeightsModel, argument, option
+from ..cli import ClassNames, DataConfigFile, Device, WeightsFile, WeightsModel, argument, option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +27,6 @@ def predict(
     model: WeightsModel = None,
     classes: ClassNames = None,
     top_k: Annotated[int, option("Number of classes to print per image.", "--top-k")] = 5,
-    backend: Backend = "auto",
     data_config: DataConfigFile = None,
     out: Annotated[Path | None, option(
         "Write predicted class, probabilities and embedding of each image to this Parquet file. Re-run the command to "
@@ -61,7 +60,7 @@ def predict(
         from ..apps.prediction import predict_to_parquet
 
         # workers of a cluster copy the model to their device
-        opened = open_classifier(weights, model, backend, "cpu" if engine == "ray" else device)
+        opened = open_classifier(weights, model, "cpu" if engine == "ray" else device)
         done = predict_to_parquet(
             opened, files, out, class_names=class_names_for(opened.config.num_classes, given, opened.class_names),
             engine=engine, device=device, workers=os.cpu_count() if workers is None and engine == "local" else workers,
@@ -73,8 +72,8 @@ def predict(
         resumed = f", {done.resumed} of them from an earlier run" if done.resumed else ""
         typer.echo(f"wrote {out}: {done.images} images{resumed}, {len(done.bad)} unreadable")
         return
-    _check_options([weights], model, backend, data_config)
-    count, known, rows = _classify(files, weights, model, backend, device, data_config)
+    _check_options([weights], model, data_config)
+    count, known, rows = _classify(files, weights, model, device, data_config)
     names = class_names_for(count, given, known)
     results: list[dict[str, Any]] = []
     bad: list[str] = []
@@ -102,17 +101,16 @@ def list_unreadable(reasons: Sequence[str]) -> None:
         typer.echo(f"unreadable image: {reason}", err=True)
 
 
-def _check_options(requested: Sequence[str], model: str | None, backend: str, data_config: Path | None) -> None:
+def _check_options(requested: Sequence[str], model: str | None, data_config: Path | None) -> None:
     got = " and ".join(requested)
     if data_config is not None and not any(name.endswith(".onnx") for name in requested):
         raise ValueError(f"--data-config requires an ONNX file, got {got}")
-    for name, value in (("--model", model), ("--backend", None if backend == "auto" else backend)):
-        if value is not None and all(name.endswith(".onnx") for name in requested):
-            raise ValueError(f"{name} {value} requires PyTorch weights, got {got}")
+    if model is not None and all(name.endswith(".onnx") for name in requested):
+        raise ValueError(f"--model {model} requires PyTorch weights, got {got}")
 
 
 def _classify(
-    files: Sequence[Path], weights: str, model: str | None, backend: str, device: str, data_config: Path | None
+    files: Sequence[Path], weights: str, model: str | None, device: str, data_config: Path | None
 ) -> tuple[int, Sequence[str] | None, Iterator[np.ndarray | str]]:
     """Opens weights or an ONNX file; returns number and names of its classes, and the probabilities of each image.
 
@@ -126,7 +124,7 @@ def _classify(
     from ..files import read_object
 
     if not weights.endswith(".onnx"):
-        opened = open_classifier(weights, model, backend, device)
+        opened = open_classifier(weights, model, device)
         count = opened.config.num_classes
         found = rows(opened, files, [""] * count)
         return count, opened.class_names, (row["error"] if "error" in row else row["probabilities"] for row in found)
@@ -161,7 +159,6 @@ def evaluate(
     against: Annotated[str | None, option(
         "Weights of a second model: also list the images with different predictions.")] = None,
     classes: ClassNames = None,
-    backend: Backend = "auto",
     data_config: DataConfigFile = None,
     confusion: Annotated[Path | None, option("Draw the confusion matrix to this .png, .svg or .pdf file.")] = None,
     device: Device = "auto",
@@ -177,12 +174,12 @@ def evaluate(
     if confusion is not None:
         check_replaceable(confusion)
     requested = [weights] if against is None else [weights, against]
-    _check_options(requested, model, backend, data_config)
+    _check_options(requested, model, data_config)
     names: Sequence[str] | None = None if classes is None else read_class_names(classes)
     files = [file for file, _ in ImageFolder(folder).files]
     evaluations: list[Evaluation] = []
     for each in requested:
-        count, known, rows = _classify(files, each, model, backend, device, data_config)
+        count, known, rows = _classify(files, each, model, device, data_config)
         labels = dict(labeled_images(folder, count, names or known))
         names = class_names_for(count, names, known)
         evaluations.append(collect([(file, labels[file]) for file in files], rows))

@@ -4,7 +4,7 @@ The files of a library define some of these names:
 
 - NAME; SIGNATURE, a pattern that recognizes the names of its weights; `convert`, which renames them to timm's names
 - CONFIG_KEYS and `read_config`, for config.json in its repositories
-- PEER, the name of its model with our architecture, and `build_peer`, which builds this model
+- `build_peer`, which builds its model with our architecture
 - `recognize`, which describes a model for export
 - `packed_tower`, which packs the calls of a vision tower for CUDA graphs
 - FORMS, which creates fused classes from its classes and our mixins

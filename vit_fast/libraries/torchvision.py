@@ -23,7 +23,6 @@ from .interface.image_model import ImageModel, comes_from
 from .interface.weight_names import PLAIN_VIT, Converted, Rule, config_reasons, rename
 
 NAME = "torchvision"
-PEER = "torchvision's VisionTransformer"
 SIGNATURE = r"^encoder\.layers\.encoder_layer_0\."
 
 _BLOCK = r"encoder\.layers\.encoder_layer_(\d+)\."

@@ -57,7 +57,6 @@ class Candidate:
     threads: int | None = None
     split: int | None = None  # images per call
     base: str = ""
-    summary: str = ""
     builder: Callable[[Any, Any], Callable[[Any], Any]] | None = None  # takes the candidate and a models.Group
     packages: tuple[str, ...] = ()
     peer: bool = False  # another project's implementation

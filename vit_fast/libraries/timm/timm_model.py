@@ -19,7 +19,6 @@ from ..interface.image_model import Facts, ImageModel, comes_from, switch
 from ..interface.weight_names import Converted, Rule, config_reasons, parts, rename, with_key_biases
 
 NAME = "timm"
-PEER = "timm's VisionTransformer"
 CONFIG_KEYS = {"pretrained_cfg", "architecture"}  # one of them is in every config.json of the library
 SIGNATURE = r"(^|^visual\.trunk\.)patch_embed\.proj\.weight$"
 

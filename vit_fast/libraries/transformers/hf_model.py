@@ -20,7 +20,6 @@ from ..interface.weight_names import PLAIN_VIT, Converted, Rule, config_reasons,
 from .attention_functions import is_plain, mask_unless_plain, plain_attention, plain_functions
 
 NAME = "transformers"
-PEER = "transformers' ViTForImageClassification, attn_implementation='sdpa'"
 CONFIG_KEYS = {"model_type"}  # one of them is in every config.json of the library
 SIGNATURE = r"(^|\.)embeddings\.(patch_embeddings(\.projection)?|patch_embedding)\.weight$"
 
