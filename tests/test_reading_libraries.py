@@ -63,6 +63,10 @@ def test_shifted_windows_with_masks_made_in_forward(name: str) -> None:
     torch.testing.assert_close(block(x), original(x), rtol=1e-4, atol=1e-4)
     for (own, a), b in zip(block.named_parameters(), original.parameters()):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3 * float(b.grad.abs().max()) + 1e-6, msg=own)
+    vit_fast.fuse(block, "sdpa")
+    assert len(vit_fast.freeze(block)) == 1
+    with torch.inference_mode():
+        torch.testing.assert_close(block(x), original(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

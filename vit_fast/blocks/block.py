@@ -73,8 +73,9 @@ def _read(block: Any) -> BlockParts:
         parts.fp8 = block._modules[PLACE]
     elif before is not None and before.watch.owner is block:
         # cached weights may match again once a hook that prevents fusion is removed
-        unread, frozen = None in parts.halves, before.frozen
-        if unread or (type(frozen) in (Frozen, Packed) and parts.halves == (frozen.attention, frozen.mlp)):
+        frozen = before.frozen
+        held = (frozen.attention, frozen.mlp) if type(frozen) in (Frozen, Packed) else (None, None)
+        if any(half is None is not own for half, own in zip(parts.halves, held)) or parts.halves == held:
             parts.frozen = frozen
     block.__dict__["vit_fast_parts"] = parts
     return parts
@@ -83,9 +84,7 @@ def _read(block: Any) -> BlockParts:
 def runs_whole(parts: BlockParts, backend: str | None = None) -> bool:
     """True if one operator can run both halves now, with this backend (None: any backend)."""
     attention, mlp = parts.attention, parts.mlp
-    if attention is None or mlp is None or attention.norm.kind != mlp.norm.kind:
-        return False
-    if not attention.is_pre_norm or not mlp.is_pre_norm:
+    if attention is None or mlp is None or not parts.is_pre_norm:
         return False
     if backend is not None:
         emulated = parts.fp8 is not None and parts.fp8.emulated  # runs on any device
@@ -218,13 +217,13 @@ def freeze_block(block: Any) -> list[str]:
     if reasons := _freeze_reasons(parts, block.vit_fast_backend):
         return reasons
     attention, mlp = parts.halves
-    weight = tensor_of(*mlp.fc1.weights[0])
+    weight = tensor_of(*(attention.qkv if mlp is None else mlp.fc1).weights[0])
     folds = runs_whole(parts, block.vit_fast_backend)
     kind, dtype = (Frozen, matmul_dtype(weight)) if folds else (Packed, weight.dtype)
     if parts.fp8 is not None:
         parts.fp8.cached_of(parts)
     elif type(parts.frozen) is not kind or parts.frozen.dtype != dtype:
-        parts.frozen = kind(attention, mlp, dtype, attention.rope_head)
+        parts.frozen = kind(attention, mlp, dtype, attention.rope_head if folds else 0)
         return []
     try:
         parts.frozen.refresh()
@@ -236,20 +235,18 @@ def freeze_block(block: Any) -> list[str]:
 
 def _freeze_reasons(parts: BlockParts, backend: str) -> list[str]:
     attention, mlp = parts.halves
-    if attention is None or mlp is None:
-        halves = (("attention", attention, parts.attention_reasons), ("norm + MLP", mlp, parts.mlp_reasons))
-        why = [f"{name} runs as modules: {'; '.join(own)}" for name, half, own in halves if half is None and own]
+    halves = (("attention", attention, parts.attention_reasons), ("norm + MLP", mlp, parts.mlp_reasons))
+    why = [f"{name} runs as modules: {'; '.join(own)}" for name, half, own in halves if half is None and own]
+    if why or (None in parts.halves and not parts.watch.owner.stands_alone):
         return why or ["fuse does not run the attention of this class as part of a block"]
     if runs_whole(parts, backend):
         return []
-    if not attention.is_pre_norm or not mlp.is_pre_norm:
-        return ["it is not a pre-norm block"]
     reasons = [] if backend != "eager" else ["the backend must be 'triton' or 'sdpa', got 'eager'"]
-    if attention.module.vit_fast_backend != backend:
+    if attention is not None and attention.module.vit_fast_backend != backend:
         reasons.append(f"attention runs with backend {attention.module.vit_fast_backend}, norm + MLP with {backend}")
-    if attention.norm.kind != mlp.norm.kind:
-        reasons.append(f"both norms must be of one kind, got {attention.norm.kind} and {mlp.norm.kind}")
-    if attention.drops() or mlp.drops():
+    elif backend == "triton" and not parts.is_pre_norm:
+        reasons.append("with backend 'triton', it must be a pre-norm block with norms of one kind")
+    if any(half is not None and half.drops() for half in parts.halves):
         reasons.append("dropout must be inactive: call eval() first")
     if parts.fp8 is not None:
         reasons.append("a block in FP8 must run on a GPU, or emulated")

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..ops.descriptions import BlockTensors
 from ..ops.folded import fold
 from ..ops.registration import CACHED
-from .parts import AttentionParts, MlpParts, block_tensors, sources
+from .parts import block_tensors, sources
 from .plain import PLAIN
 
 Weights = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias and LayerScale of a linear layer
@@ -37,7 +37,8 @@ class Frozen:
     every_source = False  # see `sources`
     marked_static = False  # True if the tensors are marked with mark_static_address
 
-    def __init__(self, attention: AttentionParts, mlp: MlpParts, dtype: torch.dtype, rope_head: int) -> None:
+    # only `Packed` supports a single half, an AttentionParts or MlpParts beside None
+    def __init__(self, attention: Any, mlp: Any, dtype: torch.dtype, rope_head: int) -> None:
         self.attention, self.mlp, self.dtype, self.rope_head = attention, mlp, dtype, rope_head
         self._sources = sources(attention, mlp, self.every_source)
         self.tensors: list[Tensor] = []

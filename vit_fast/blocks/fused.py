@@ -224,6 +224,7 @@ class FusedNormMlp(FusedModule):
 
     kind = "norm + MLP"
     reader: ClassVar[type[Reader]] = Reader
+    stands_alone: ClassVar[bool] = False  # True if forward runs only the halves that were read
     in_sequence: ClassVar[bool] = True  # False if `FusedBlocks` must call forward, which checks more than the parts
     vit_fast_parts: BlockParts | None = None
 

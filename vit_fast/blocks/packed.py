@@ -102,36 +102,41 @@ class PackedLinear:
 
 
 class Packed(Frozen):
-    """The packed linear layers of one block; packed again, like a `Frozen`, when the weights change."""
+    """The packed linear layers of a block or half; packed again, like a `Frozen`, when the weights change."""
 
     every_source = True
     _selected: dict[str, str] | None = None  # implementations by name of the layer and number of tokens of attention
 
     def _recompute(self) -> None:
         attention, mlp = self.attention, self.mlp
-        norms = {"norm1": attention.norm, "norm2": mlp.norm, "qk_norm": attention.qk_norm, "inner_norm": mlp.inner_norm}
-        # weight, bias, LayerScale and activation
-        linears: dict[str, tuple[Any, ...]] = {
-            "qkv": (*attention.qkv.tensors(), None, None),
-            "proj": (*attention.with_scale(attention.proj), None),
-            "fc1": (*mlp.fc1.tensors(), None, mlp.activation if mlp.gate is None else None),
-            "fc2": (*mlp.with_scale(mlp.fc2), None),
-        }
-        if mlp.gate is not None:
-            linears["gate"] = *mlp.gate.tensors(), None, mlp.activation
-        steps: dict[str, Any] = {name: None if norm is None else norm.now() for name, norm in norms.items()}
-        steps |= {"heads": attention.num_heads, "scale": attention.scale, "gate": None}
-        steps["terms"] = None if attention.terms is None else attention.terms.now(torch.device("cpu"))
+        linears: dict[str, tuple[Any, ...]] = {}  # weight, bias, LayerScale and activation
+        steps: dict[str, Any] = {"first": None, "second": None, "gate": None, "terms": None}
+        for name, half in (("first", attention), ("second", mlp)):
+            if half is not None:
+                norms = [each.now() for each in (half.norm, half.branch_norm, half.end_norm)]
+                steps[name] = SimpleNamespace(norm=norms[0], branch=norms[1], end=norms[2], residual=half.residual)
+        if attention is not None:
+            linears["qkv"] = *attention.qkv.tensors(), None, None
+            linears["proj"] = *attention.with_scale(attention.proj), None
+            steps |= {"heads": attention.num_heads, "scale": attention.scale}
+            steps["qk_norm"] = None if attention.qk_norm is None else attention.qk_norm.now()
+            steps["terms"] = None if attention.terms is None else attention.terms.now(torch.device("cpu"))
+        if mlp is not None:
+            linears["fc1"] = *mlp.fc1.tensors(), None, mlp.activation if mlp.gate is None else None
+            linears["fc2"] = *mlp.with_scale(mlp.fc2), None
+            linears |= {} if mlp.gate is None else {"gate": (*mlp.gate.tensors(), None, mlp.activation)}
+            steps["inner_norm"] = None if mlp.inner_norm is None else mlp.inner_norm.now()
         if self._selected is None:
             _reuse_freed_buffers()
             self._selected = _select(linears, steps, self.dtype)
         for name, tensors in linears.items():
             steps[name] = PackedLinear(*tensors, implementation=self._selected[name])
-        attends = {tokens: self._selected[f"attend {tokens}"] for tokens in TOKENS}
+        attends = {tokens: self._selected.get(f"attend {tokens}", "") for tokens in TOKENS}
         attend: Callable[..., Tensor] = functools.partial(_attend, attends)
         if steps["terms"] is not None:
             attend = functools.partial(_attend_terms, self._selected["terms"], _with_one_bias(steps["terms"]))
-        self._steps = SimpleNamespace(**steps, attend=attend)
+        width = max(len(weight) for weight, *_ in linears.values())
+        self._steps = SimpleNamespace(**steps, attend=attend, width=width)
 
     def steps(self) -> Any:
         self.ensure_current()
@@ -145,7 +150,7 @@ def run_packed(
     steps = [packed.steps() for packed in blocks]  # first, because operators wait while Python runs
     parts: tuple[Tensor, ...] = (x,)
     if keys is None and (rope is None or rope.cos.ndim == 2):  # images can run in groups
-        width = max(max(step.qkv.shape[0], step.fc1.shape[0]) for step in steps)
+        width = max(step.width for step in steps)
         most = max(GROUP_BYTES, THREAD_BYTES * torch.get_num_threads())
         images = max(1, most // (x.shape[1] * width * x.element_size()))
         parts = x.split(math.ceil(len(x) / math.ceil(len(x) / images)))
@@ -155,23 +160,37 @@ def run_packed(
 
 
 def _run_block(x: Tensor, step: Any, rope: Rope | None, keys: Keys | None, outputs: int | None) -> Tensor:
-    qkv = step.qkv(_normalize(x, step.norm1))
-    qkv = qkv.view(*qkv.shape[:-1], 3, step.heads, -1)
-    if rope is not None or step.qk_norm is not None:
-        qkv = qk_norm_rope(qkv, qk_norm=step.qk_norm, rope=rope, backend="sdpa")
-    if keys is None:
-        mixed = step.attend(qkv, step.scale, outputs)
-    else:
-        mixed = attention_among(qkv, keys, scale=step.scale, terms=step.terms, backend="sdpa").flatten(-2)
-    if outputs is not None:
-        mixed, x = mixed[:, :outputs], x[:, :outputs].contiguous()
-    x = step.proj(mixed, x)
-    normed = _normalize(x, step.norm2)
+    y = x
+    if step.first is not None:
+        normed = _normalize(x, step.first.norm)
+        qkv = step.qkv(normed)
+        qkv = qkv.view(*qkv.shape[:-1], 3, step.heads, -1)
+        if rope is not None or step.qk_norm is not None:
+            qkv = qk_norm_rope(qkv, qk_norm=step.qk_norm, rope=rope, backend="sdpa")
+        if keys is None:
+            mixed = step.attend(qkv, step.scale, outputs)
+        else:
+            mixed = attention_among(qkv, keys, scale=step.scale, terms=step.terms, backend="sdpa").flatten(-2)
+        if outputs is not None:
+            mixed, x, normed = mixed[:, :outputs], x[:, :outputs].contiguous(), normed[:, :outputs].contiguous()
+        y = _ended(step.proj, mixed, step.first, {"tokens": x, "normed": normed})
+    if step.second is None:
+        return y
+    x = x if step.second.residual == "attention" else y
+    normed = _normalize(x, step.second.norm)
     hidden = step.fc1(normed) if step.gate is None else step.gate(normed).mul_(step.fc1(normed))
     if step.inner_norm is not None:
         hidden = _normalize(hidden, step.inner_norm)
-    y: Tensor = step.fc2(hidden, x)
-    return y
+    return _ended(step.fc2, hidden, step.second, {"tokens": x, "normed": normed, "attention": y})
+
+
+def _ended(linear: PackedLinear, x: Tensor, half: Any, residuals: Mapping[str, Tensor]) -> Tensor:
+    """Returns the output of a half whose last linear layer gets x."""
+    residual = residuals.get(half.residual)
+    if half.branch.kind == "none":
+        return _normalize(linear(x, residual), half.end)
+    y = _normalize(linear(x), half.branch)
+    return _normalize(y if residual is None else y.add_(residual), half.end)
 
 
 def _attend(by_tokens: dict[int, str], qkv: Tensor, scale: float | None, outputs: int | None) -> Tensor:
@@ -244,29 +263,33 @@ def _select(linears: dict[str, tuple[Any, ...]], steps: dict[str, Any], dtype: t
     Measures linear layers inside of a block, because the contents of the caches differ from a loop over one layer: on
     an AMD EPYC (Zen 3), MKL is faster in a loop, and oneDNN in a block.
     """
-    inputs, width, heads = linears["qkv"][0].shape[1], linears["proj"][0].shape[1], steps["heads"]
+    inputs, heads = next(iter(linears.values()))[0].shape[1], steps.get("heads", 0)
+    width = linears["proj"][0].shape[1] if heads else 0
     keys, names = {}, {}
     for name, (weight, bias, _, activation) in linears.items():
         keys[name] = f"{name} {tuple(weight.shape)}, {dtype}, {activation}, bias {bias is not None}"
         names[keys[name]] = implementations(dtype)
 
     def build(by: Mapping[str, str], timed: Timed, tokens: int) -> Callable[[], object]:
-        attend = timed(keys["attend"], functools.partial(_attend, {tokens: by[keys["attend"]]}))
+        layers: dict[str, Any] = {"terms": None, "scale": None}  # terms depend on the tokens
+        if heads:
+            layers["attend"] = timed(keys["attend"], functools.partial(_attend, {tokens: by[keys["attend"]]}))
         shape = (1, tokens, inputs) if tokens == TOKENS[0] else (1, tokens, 3, heads, width // heads)
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32).to(dtype)
         if tokens != TOKENS[0]:
-            return functools.partial(attend, x, None, None)
-        layers: dict[str, Any] = {"attend": attend, "terms": None, "scale": None}  # terms depend on the tokens
+            return functools.partial(layers["attend"], x, None, None)
         for name, tensors in linears.items():
             layers[name] = timed(keys[name], PackedLinear(*tensors, implementation=by[keys[name]]))
         return functools.partial(_run_block, x, SimpleNamespace(**steps | layers), None, None, None)
 
     selected: dict[str, str] = {}
     attends = ["flash"] if dtype == torch.float16 or steps["terms"] is not None else ["graph", "flash"]
-    for tokens in TOKENS:
-        keys["attend"] = keys[f"attend {tokens}"] = f"attention, {dtype}, {tokens} tokens, {heads} heads, width {width}"
-        names[keys["attend"]] = attends
-        measured = names if tokens == TOKENS[0] else {keys["attend"]: names[keys["attend"]]}
+    for tokens in TOKENS if heads else TOKENS[:1]:
+        measured = names if tokens == TOKENS[0] else {}
+        if heads:
+            key = f"attention, {dtype}, {tokens} tokens, {heads} heads, width {width}"
+            keys["attend"] = keys[f"attend {tokens}"] = key
+            measured = measured | {key: attends}
         selected |= fastest(measured, functools.partial(build, tokens=tokens))
     found = {name: selected[key] for name, key in keys.items()}
     if steps["terms"] is not None:
@@ -345,9 +368,9 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype in names and bool(getattr(torch.ops.mkldnn, names[dtype])())
 
 
-def packing_reasons(attention: AttentionParts, mlp: MlpParts) -> list[str]:
+def packing_reasons(attention: AttentionParts | None, mlp: MlpParts | None) -> list[str]:
     """Returns the reasons why the weights of a block cannot be packed: they need one dtype that this CPU can pack."""
-    attention = dataclasses.replace(attention, terms=None)  # their tensors are not packed
+    attention = attention and dataclasses.replace(attention, terms=None)  # their tensors are not packed
     tensors = [tensor for slot in sources(attention, mlp) if (tensor := tensor_of(*slot)) is not None]
     kinds = sorted({f"{tensor.dtype} on {tensor.device.type}" for tensor in tensors})
     if len(kinds) > 1 or tensors[0].device.type != "cpu":
@@ -364,8 +387,8 @@ def packed_for(parts: BlockParts, x: Tensor) -> Packed | None:
         return None
     if x.numel() == 0 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return None
-    for half in (parts.attention, parts.mlp):  # None if the half must run as modules
-        if half is None or half.drops() or half.drops_path():
+    for half, own in zip(parts.halves, (packed.attention, packed.mlp)):  # None if the half must run as modules
+        if own is not None and (half is None or half.drops() or half.drops_path()):
             return None
     needs_grad = torch.is_grad_enabled() and needs_gradient(x, *parts.watch.owner.parameters())
     return None if needs_grad else packed

@@ -260,6 +260,13 @@ class BlockParts:
     def halves(self) -> tuple[Any, Any]:
         return self.attention, self.mlp  # typed as Any for callers that know that both exist
 
+    @property
+    def is_pre_norm(self) -> bool:
+        """True for two pre-norm halves with norms of one kind, which one operator can compute."""
+        attention, mlp = self.halves
+        exist = attention is not None and mlp is not None
+        return exist and attention.is_pre_norm and mlp.is_pre_norm and attention.norm.kind == mlp.norm.kind
+
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # copies and pickles of a block contain no parts
 
@@ -295,23 +302,28 @@ def options_of(
     return options | {"eps": (eps1, eps2)}
 
 
-def sources(attention: AttentionParts, mlp: MlpParts, every: bool = True) -> list[Slot]:
+def sources(attention: AttentionParts | None, mlp: MlpParts | None, every: bool = True) -> list[Slot]:
     """Returns the slots of all parameters of a block; without `every`, only slots that folded weights depend on."""
-    norms = [attention.norm, mlp.norm, mlp.inner_norm]
-    if every and attention.qk_norm is not None:
-        norms += [attention.qk_norm.q, attention.qk_norm.k]
-    slots = [slot for norm in norms if norm is not None for slot in norm.slots]
-    if attention.terms is not None and (every or attention.terms.derived):
-        slots += attention.terms.slots
-    for linear in (attention.qkv, mlp.fc1, mlp.gate):
-        slots += [] if linear is None else [*linear.weights, *filter(None, linear.biases)]
-    slots += [(attention.proj, "weight"), (mlp.fc2, "weight")]
-    if every or mlp.inner_norm is not None:
-        slots.append((mlp.fc2, "bias"))
-    if every:
-        slots.append((attention.proj, "bias"))
-        slots += [half.layer_scale for half in (attention, mlp) if half.layer_scale is not None]
-    return [origin for slot in slots for origin in origins(slot)]
+    norms: list[NormParts | None] = []
+    linears: list[LinearParts | None] = []
+    slots: list[Slot | None] = []
+    if attention is not None:
+        linears.append(attention.qkv)
+        slots += [(attention.proj, "weight"), (attention.proj, "bias") if every else None]
+        if attention.terms is not None and (every or attention.terms.derived):
+            slots += attention.terms.slots
+        if every and attention.qk_norm is not None:
+            norms += [attention.qk_norm.q, attention.qk_norm.k]
+    if mlp is not None:
+        norms.append(mlp.inner_norm)
+        linears += [mlp.fc1, mlp.gate]
+        slots += [(mlp.fc2, "weight"), (mlp.fc2, "bias") if every or mlp.inner_norm is not None else None]
+    for half in filter(None, (attention, mlp)):
+        norms += [half.norm, half.branch_norm, half.end_norm]
+        slots.append(half.layer_scale if every else None)
+    slots += [slot for norm in norms if norm is not None for slot in norm.slots]
+    slots += [slot for linear in linears if linear is not None for slot in (*linear.weights, *linear.biases)]
+    return [origin for slot in slots if slot is not None for origin in origins(slot)]
 
 
 def origins(slot: Slot) -> tuple[Slot, ...]:

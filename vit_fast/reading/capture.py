@@ -100,13 +100,21 @@ def free_dimensions(forward: Callable[[Tensor], Tensor], shape: tuple[int, ...],
     return set()
 
 
+class _Sizes(ShapeEnv):
+    """Symbolic sizes without the source lines of guards, which load torch.export and take as long as the rest."""
+
+    def _get_user_frame(self) -> None:
+        return None
+
+
 def _guarded(
     forward: Callable[[Tensor], Tensor], shape: tuple[int, ...], symbolic: set[int], least: Sequence[int]
 ) -> set[int]:
     # one symbol per size: any branch on a size is recorded as a guard
-    shapes = ShapeEnv(duck_shape=False)
+    shapes = _Sizes(duck_shape=False)
     kinds = [DimDynamic.DYNAMIC if i in symbolic else DimDynamic.STATIC for i in range(len(shape))]
     fake = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+    fake.cache_enabled = False  # the forward runs once
     x = fake.from_tensor(
         torch.empty([max(size, 2) for size in shape], dtype=torch.float64),
         symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds),

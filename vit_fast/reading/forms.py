@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ..blocks.block import parts_of, run_attention, run_halves
 from ..blocks.fused import Finding, FusedModule, FusedNormMlp
 from ..blocks.outlines import Node, attached
+from ..blocks.packed import packed_for, run_packed
 from ..blocks.parts import Argument, AttentionParts, BlockParts, Derived, MlpParts, bound, origins
 from ..blocks.reading import Reader
 from ..ops.attention import attend_as_torch
@@ -89,7 +90,7 @@ class _Attends(TorchFunctionMode):
 class ReadModule(Created, FusedNormMlp):
     """A module that was read by its computation. Calls that differ from the captured call run the original."""
 
-    in_sequence = False
+    in_sequence, stands_alone = False, True
     vit_fast_recipe: Recipe
     vit_fast_state: tuple[Any, ...]
     vit_fast_structure: tuple[Any, ...]
@@ -149,7 +150,9 @@ class ReadModule(Created, FusedNormMlp):
             return super().forward(*args, **kwargs)
         reading = Reading(attention, mlp, recipe.layout)
         y, backend = reading.batched(x), self.vit_fast_backend
-        if attention is not None and mlp is not None and attention.is_pre_norm and mlp.is_pre_norm:
+        if backend == "sdpa" and (packed := packed_for(parts, y)) is not None:
+            y = run_packed([packed], y, rope, None)
+        elif attention is not None and parts.is_pre_norm:
             y = self.run_as_block(parts, y, functools.partial(run_attention, attention, backend=backend), rope=rope)
         else:
             y = run_halves(attention, mlp, y, backend)
