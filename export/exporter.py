@@ -112,14 +112,7 @@ def export_onnx(
         precision=precision, preprocess=preprocess, target=target, external_data=external_data,
         outputs=Outputs(names=names, layers=tuple(layers), normed=normed, spatial=spatial),
     )  # fmt: skip
-    if runs_in_fp8(model):
-        reason = "the model must not be in FP8 already: pass the original model, and export with precision='fp8'"
-        raise UnsupportedInputError("export of a model in FP8", [reason])
-    try:
-        call = call_of(model, example, options)
-    except UnsupportedInputError as error:
-        advice = ["to export any model, pass example (--img-size)"] if example is None else []
-        raise UnsupportedInputError(error.what, [*error.reasons, *advice]) from None
+    call = _read(model, example, options)
     vit = call.vit
     _complete(call, data_config, class_names)
     measured, verified, whole = _images(call, calibration, images, verify)
@@ -164,6 +157,17 @@ def export_onnx(
         report.trtexec = trtexec_line(inspect_onnx(path))
     report.warnings = _warnings(report, call, whole)
     return report
+
+
+def _read(model: nn.Module, example: Any, options: ExportOptions) -> Call:
+    if runs_in_fp8(model):
+        reason = "the model must not be in FP8 already: pass the original model, and export with precision='fp8'"
+        raise UnsupportedInputError("export of a model in FP8", [reason])
+    try:
+        return call_of(model, example, options)
+    except UnsupportedInputError as error:
+        advice = ["to export any model, pass example (--img-size)"] if example is None else []
+        raise UnsupportedInputError(error.what, [*error.reasons, *advice]) from None
 
 
 def _complete(call: Call, data_config: DataConfig | Mapping[str, Any] | None, names: Sequence[str] | None) -> None:

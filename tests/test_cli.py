@@ -24,7 +24,6 @@ def test_info_and_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row["backend"] for row in facts["backends"]} == {"eager", "sdpa", "triton"}
     assert all(row["available"] or row["reasons"] for row in facts["backends"])
     assert "instructions: " in facts["devices"][0]["description"]
-    assert run("info", "absent.onnx") == 2 and "absent.onnx: no such file" in capsys.readouterr().err
     assert run("info") == 0 and "backends" in capsys.readouterr().out
     assert run("models", "vit_base_patch16_[23]*") == 0
     rows = {row[0]: row[1:] for row in map(str.split, capsys.readouterr().out.splitlines()) if row}

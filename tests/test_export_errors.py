@@ -127,11 +127,11 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert report["verified"] and report["output"] == "probabilities" and not report["warnings"]
     assert (tmp_path / "models" / "m" / "config.pbtxt").is_file()
-    assert not run("info", str(tmp_path / "m.onnx"), "--json")
+    assert not run("export", "--inspect", str(tmp_path / "m.onnx"), "--json")
     info = json.loads(capsys.readouterr().out)
     assert info["class_names"][3] == "thing 3" and info["metadata"]["model"] == "vit_test"
     assert info["metadata"]["source"] == f"vit_test, {tmp_path / 'w.safetensors'}"
-    assert not run("info", str(tmp_path / "m.onnx"))
+    assert not run("export", "--inspect", str(tmp_path / "m.onnx"))
     assert "[batch, height, width, channels]" in " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert not run("export", "vit_test", "-o", str(tmp_path / "r.onnx"), "--no-verify", "--json")
     assert "the weights are random: pass --weights" in json.loads(capsys.readouterr().out)["warnings"]
@@ -140,11 +140,12 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("-o m.onnx", "pass MODEL or --weights"),
+        ("", "pass MODEL or --weights, and -o FILE.onnx"),
         ("vit_tset -o m.onnx", "unknown model 'vit_tset': did you mean vit_test"),
         ("vit_test -o m.onnx --precision int8 --calibrate absent", "absent: no such file"),
         ("vit_test -o m.onnx --triton-repository models", "already exists"),
         ("vit_test -o x.onnx --precision fp8 --target tensorrt --triton-repository new", "must be one of fp32, fp16"),
+        ("--inspect absent.onnx", "absent.onnx: no such file"),
     ],
 )
 def test_invalid_commands(arguments: str, message: str, capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:

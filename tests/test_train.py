@@ -344,15 +344,17 @@ def test_command_line(folder: Path, tmp_path: Path, capsys: Any, monkeypatch: An
     monkeypatch.chdir(tmp_path)
     save(_model(depth=1, num_classes=10), tmp_path / "start.safetensors")  # weights that contain their config
     arguments = ["train", str(folder), "--out", "out", "--model", "start.safetensors", "--epochs", "1"]
-    wrong = [["--lr", "-1"], *(["--set", each] for each in ("mixup", "mixup=x", "lrr=1", "epochs=1", "dtype=int8"))]
-    for options, code in ((["--set", "mixup=0.2"], 0), ([], 2), *((options, 2) for options in wrong)):
+    values = ("mixup", "mixup=x", "lrr=1", "epochs=1", "dtype=int8", "drop_path_rate=2")
+    wrong = [["--lr", "-1"], *(["--set", each] for each in values)]
+    right = ["--set", "mixup=0.2", "--set", "drop_path_rate=0.1"]
+    for options, code in ((right, 0), ([], 2), *((options, 2) for options in wrong)):
         assert run(*arguments, "--img-size", "16", "--validation", str(folder), *options) == code
     captured = capsys.readouterr()
     assert "epoch 1/1: loss" in captured.out and "validation accuracy: " in captured.out
     assert captured.err.count("\n") == 1 + len(wrong)
     assert torch.load("out/checkpoint.pth", weights_only=True)["config"]["mixup"] == 0.2
     config = load("out/model.safetensors").config
-    assert (config.image_hw, config.depth, config.num_classes) == ((16, 16), 1, 2)
+    assert (config.image_hw, config.depth, config.num_classes, config.drop_path_rate) == ((16, 16), 1, 2, 0.1)
     with Image.open("out/curve.png") as curve:
         assert curve.format == "PNG" and np.asarray(curve.convert("L")).std() > 5
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
@@ -368,7 +370,7 @@ def test_vit_mnist_trains_with_its_own_recipe(tmp_path: Path, capsys: Any, monke
     state = torch.load(tmp_path / "out" / "checkpoint.pth", weights_only=True)
     recipe = {"epochs": 1, "batch_size": 128, "lr": 5e-3, "weight_decay": 0.0, "schedule": "constant", "augment": False}
     assert state["config"].items() >= recipe.items() and state["step"] == 12  # 1,437 images
-    assert config_for("vit_mnist", {}).epochs == 5
+    assert config_for("vit_mnist", {})[0].epochs == 5
 
 
 def test_tensorboard_contains_all_rows(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

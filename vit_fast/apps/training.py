@@ -34,6 +34,7 @@ Row = dict[str, Any]
 _FORMAT = "vit-fast training 2"
 _WHOLE = shards.StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathers shards
 
+RATES = {"drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"}  # of ViTConfig
 # Recipes by variant.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     # as in tutorials on this variant: Adam with a constant learning rate
@@ -45,8 +46,10 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] = ()) -> TrainConfig:
-    """Returns the recipe of a variant, changed by `given` and by `settings` (NAME=VALUE)."""
+def config_for(
+    variant: str, given: Mapping[str, Any], settings: Iterable[str] = ()
+) -> tuple[TrainConfig, dict[str, Any]]:
+    """Returns the recipe of a variant, changed by `given` and by `settings` (NAME=VALUE), and rates of ViTConfig."""
     fields = {name: value for name, value in given.items() if value is not None}
     for setting in settings:
         name, equals, text = setting.partition("=")
@@ -58,7 +61,8 @@ def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] =
             fields[name] = json.loads(text)
         except ValueError:
             fields[name] = text
-    return TrainConfig(**{**RECIPES.get(variant, {}), **known_fields(TrainConfig, fields)})
+    rates = {name: fields.pop(name) for name in RATES & fields.keys()}
+    return TrainConfig(**{**RECIPES.get(variant, {}), **known_fields(TrainConfig, fields)}), rates
 
 
 @contextmanager

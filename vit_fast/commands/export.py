@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..cli import AsJson, ClassNames, DataConfigFile, Side, argument, integers, model_name, option, split_words
 
+if TYPE_CHECKING:
+    from ..export import ExportReport
+    from ..export.runtime.metadata import OnnxInfo
+
 
 def export(
-    out: Annotated[Path, option("The .onnx file to write.", "--out", "-o")],
     model: Annotated[str | None, argument(
         "One of `vit-fast models`, a weights file of vit-fast, a Hugging Face Hub id, or module:function. The function "
         "returns a model, or a model and an example of its inputs.")] = None,
+    out: Annotated[Path | None, option("The .onnx file to write.", "--out", "-o")] = None,
     weights: Annotated[str | None, option(
         "A file, a folder or a Hub id (default: MODEL if it is a file or Hub id, else random).")] = None,
     target: Annotated[str, option("Runtime to optimize for: generic, ort-cpu, ort-cuda or tensorrt.")] = "generic",
@@ -49,23 +53,26 @@ def export(
     triton_repository: Annotated[Path | None, option(
         "Also add the file to this model repository of NVIDIA Triton Inference Server.")] = None,
     card: Annotated[bool, option("Also write a model card: source, precision, checks and hashes.", "--card")] = False,
+    inspect: Annotated[Path | None, option("Print the metadata of an ONNX file and exit.")] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Export a model to ONNX, and verify that the file's output matches the model's."""
     import torch
-    from rich.console import Console
 
     from ..apps.classifiers import read_class_names
     from ..apps.data import channels_of, find_images
-    from ..export import export_onnx, write_card, write_triton_repository
+    from ..export import export_onnx, inspect_onnx, write_card, write_triton_repository
     from ..export.deployment import check_triton_repository
     from ..files import find_function, read_object
     from ..weights import create_model
 
+    if inspect is not None:
+        _print(inspect_onnx(inspect), as_json)
+        return
     if model is None:
         model, weights = weights, None
-    if model is None:
-        raise ValueError("pass MODEL or --weights")
+    if model is None or out is None:
+        raise ValueError("pass MODEL or --weights, and -o FILE.onnx; or pass --inspect FILE.onnx")
     model, function = model_name(model), find_function(model)
     if triton_repository is not None:
         check_triton_repository(triton_repository, out.stem, precision if target == "tensorrt" else None)
@@ -96,7 +103,13 @@ def export(
         typer.echo(f"wrote {folder} for Triton Inference Server", err=True)
     if card:
         typer.echo(f"wrote model card {write_card(out)}", err=True)
+    _print(result, as_json)
+
+
+def _print(described: ExportReport | OnnxInfo, as_json: bool) -> None:
+    from rich.console import Console
+
     if as_json:
-        typer.echo(json.dumps(result.to_dict(), indent=2, default=str))
+        typer.echo(json.dumps(described.to_dict(), indent=2, default=str))
     else:
-        Console().print(result.to_table())
+        Console().print(described.to_table())

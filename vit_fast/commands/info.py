@@ -1,11 +1,10 @@
-"""`vit-fast info`: prints versions and backends, or describes an ONNX file; `models` and `verify`."""
+"""`vit-fast info`: prints versions and backends; `models`: lists the models; `verify`: checks the backends."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,20 +12,8 @@ import typer
 from ..cli import AsJson, argument, option, table, wide_console
 
 
-def info(
-    file: Annotated[Path | None, argument("An ONNX file, to show its inputs, outputs and metadata instead.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show versions, devices and available backends, or describe an ONNX file."""
-    if file is not None:
-        from ..export import inspect_onnx
-
-        described = inspect_onnx(file)
-        if as_json:
-            typer.echo(json.dumps(described.to_dict(), indent=2, default=str))
-        else:
-            wide_console().print(described.to_table())
-        return
+def info(as_json: AsJson = False) -> None:
+    """Show versions, devices and available backends."""
     import torch
 
     from ..version import PACKAGES, __version__, cpu_instructions, cpu_name, installed

@@ -37,8 +37,8 @@ def train(
     lr: Annotated[float | None, option(
         "Learning rate after the warm-up (default: 5e-4; vit_micro_patch7_28: 2e-3; vit_mnist: 5e-3).")] = None,
     settings: Annotated[list[str] | None, option(
-        "Set a field of vit_fast.apps.training.TrainConfig. Can be repeated.", "--set", metavar="mixup=0.2")] = None,
-    drop_path: Annotated[float, option("Drop path rate (stochastic depth) of the last block.")] = 0.0,
+        "Set a field of vit_fast.apps.training.TrainConfig, or a rate of ViTConfig, e.g. drop_path_rate. Can be "
+        "repeated.", "--set", metavar="mixup=0.2")] = None,
     img_size: Side = None,
     backend: Backend = "auto",
     workers: Annotated[int, option("Additional processes that read images.")] = 0,
@@ -59,7 +59,8 @@ def train(
     from ..files import file_aside
     from ..weights import create_model
 
-    config = training.config_for(model, {"epochs": epochs, "batch_size": batch_size, "lr": lr}, settings or ())
+    given = {"epochs": epochs, "batch_size": batch_size, "lr": lr}
+    config, overrides = training.config_for(model, given, settings or ())
     if tensorboard:
         require_packages("train", "tensorboard")
     bad: list[str] = []
@@ -83,8 +84,8 @@ def train(
                     typer.echo(f"epoch {row['epoch'] + 1}/{config.epochs}: loss {row['loss']:.4f}{validated}")
 
             opened = open_data(data, validation)
-            overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
-            overrides |= {"num_classes": len(opened.class_names), "drop_path_rate": drop_path}
+            overrides |= {} if img_size is None else {"img_size": img_size}
+            overrides |= {"num_classes": len(opened.class_names)}
             torch.manual_seed(config.seed)
             place = as_device(device)
             # Do not store the model in a variable: it must be freed before the process group.
