@@ -46,7 +46,18 @@ class Launch:
     num_stages: int = 2
     maxnreg: int | None = None  # maximum registers per thread; None lets the compiler choose
     details: tuple[str, ...] = ()  # for reports: the names of the epilogue and of its activation
+    flop: float = 0.0  # of its matmuls; packed sequences count as one sequence
+    units: int = 0  # tiles, or parts of tiles, that a persistent kernel computes; 0 for other kernels
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__.strip("_").removesuffix("_kernel"))
+
+    @property
+    def tile(self) -> str:
+        """The sizes of the tiles of a matmul, e.g. "128x256x64"."""
+        return "x".join(str(size) for name, size in self.constants.items() if name.startswith("BLOCK_"))
 
     def named(self) -> dict[str, Any]:
         """Returns all arguments as triton takes them."""

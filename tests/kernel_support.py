@@ -61,11 +61,13 @@ def check_outputs(found: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, do:
 def run_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float, **which: Any) -> dict[str, Tensor]:
     """Runs the kernels with outputs filled with NaN, and returns o, dq, dk, dv and lse by name."""
     from vit_fast.kernels.attention.attention import attention_backward, attention_forward
+    from vit_fast.kernels.attention.attention_launch import AttentionCall
 
     o, lse = nan_output(q)
-    attention_forward(q, k, v, o, lse, scale, **which)
+    call = AttentionCall(q, k, v, lse, scale, **which)
+    attention_forward(call, o)
     dq, dk, dv = nan_like(q.contiguous(), k.contiguous(), v.contiguous())
-    attention_backward(q, k, v, o, do, lse, dq, dk, dv, scale, **which)
+    attention_backward(call, o, do, dq, dk, dv)
     return {"o": o, "dq": dq, "dk": dk, "dv": dv, "lse": lse}
 
 

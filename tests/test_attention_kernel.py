@@ -31,6 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vit_fast.kernels.attention import attention, attention_launch
 from vit_fast.kernels.attention.attention_backward import backward_launches
 from vit_fast.kernels.attention.attention_forward import forward_launch
+from vit_fast.kernels.attention.attention_launch import AttentionCall
 from vit_fast.kernels.attention.attention_policy import BackwardConfig, ForwardConfig
 from vit_fast.kernels.device import gpu_of
 
@@ -111,11 +112,12 @@ def test_every_configuration(config: ForwardConfig | BackwardConfig, head_dim: i
     do = _gradient_of(q)
     o, lse = nan_output(q)
     dq, dk, dv, delta = nan_like(q, k, v, lse)
+    call = AttentionCall(q, k, v, lse, 0.2)
     if isinstance(config, ForwardConfig):
-        launches, found = [forward_launch(q, k, v, o, lse, 0.2, config)], {"o": o}
+        launches, found = [forward_launch(call, o, config)], {"o": o}
     else:
-        attention.attention_forward(q, k, v, o, lse, 0.2)
-        launches = [*backward_launches(q, k, v, o, do, lse, dq, dk, dv, delta, 0.2, config, config)]
+        attention.attention_forward(call, o)
+        launches = [*backward_launches(call, o, do, dq, dk, dv, delta, config, config)]
         found = {"dq": dq, "dk": dk, "dv": dv}
     for launch in launches:
         assert any(isinstance(value, TensorDescriptor) for value in launch.args.values()) is tma
@@ -203,16 +205,17 @@ def test_grids() -> None:
     qkv = torch.empty(70_000, 5, 3, 2, 16, device="meta", dtype=torch.float16)
     q, k, v = qkv.transpose(1, 3).unbind(2)
     lse, config = torch.empty(70_000, 2, 5, device="meta"), BackwardConfig(32, 32)
+    call = AttentionCall(q, k, v, lse, 0.25)
     launches = (
-        forward_launch(q, k, v, q, lse, 0.25, ForwardConfig("row", 16, 64)),
-        forward_launch(q, k, v, q, lse, 0.25, ForwardConfig("looped", 32, 32)),
-        *backward_launches(q, k, v, q, q, lse, q, k, v, lse, 0.25, config, config),
+        forward_launch(call, q, ForwardConfig("row", 16, 64)),
+        forward_launch(call, q, ForwardConfig("looped", 32, 32)),
+        *backward_launches(call, q, q, q, k, v, lse, config, config),
     )
     assert [launch.grid for launch in launches] == [(140_000,)] * 4
     with pytest.raises(ValueError, match="use a smaller batch"):
         dataclasses.replace(launches[0], grid=(2**31,)).run()
     with pytest.raises(ValueError, match=r"n_kv must be between 1 and 4 .* got 5"):
-        forward_launch(q, k, v, q, lse, 0.25, ForwardConfig("row", 16, 4, chunks=1))
+        forward_launch(call, q, ForwardConfig("row", 16, 4, chunks=1))
 
 
 @pytest.mark.gpu

@@ -90,7 +90,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     kernel, calls = module.run_attention, []
 
     def counted(*args: Any) -> Any:
-        if args[5] is None:  # no bias
+        if args[3] is None:  # no bias
             calls.append("kernel")
         return kernel(*args)
 

@@ -22,7 +22,8 @@ from vit_fast.ops.attention_operator import as_batch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from vit_fast.kernels.attention.attention import attention_forward, problem_of
+from vit_fast.kernels.attention.attention import attention_forward
+from vit_fast.kernels.attention.attention_launch import AttentionCall
 
 BACKENDS = ("eager", "sdpa", "triton")
 # Compiled kernels run in fp16. They round the probabilities, which are at most 1, at other points than torch.
@@ -101,8 +102,9 @@ def test_drawn_masks(
 def test_an_unknown_longest_sequence_selects_tiles_by_the_mean() -> None:
     lengths, qkv = [5, 17], torch.randn(22, 3, 1, 64, device=DEVICE, dtype=torch.float16)
     check_packed(lengths, qkv, 0.1, longest=0)
-    q, k, _ = (as_batch(part) for part in qkv.unbind(1))
-    unknown, known = (problem_of(q, k, sequences=sequences_of(lengths), longest=longest) for longest in (0, 17))
+    q, k, v = (as_batch(part) for part in qkv.unbind(1))
+    call = AttentionCall(q, k, v, nan_output(q)[1], 0.1, sequences_of(lengths))
+    unknown, known = (call._replace(longest=longest).problem() for longest in (0, 17))
     assert unknown == known and unknown.n_q == unknown.n_kv == 11
 
 
@@ -220,7 +222,7 @@ def test_invalid_lengths_write_only_into_the_output() -> None:
     _, lse = nan_output(q)
     for bounds in ([0, 25], [-4, 6], [0, 8, 3, 40]):
         sequences = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
-        attention_forward(q, k, v, as_batch(room[10:20, 0]), lse, 0.25, sequences=sequences, longest=10)
+        attention_forward(AttentionCall(q, k, v, lse, 0.25, sequences, longest=10), as_batch(room[10:20, 0]))
         assert (room[:10] == 7).all() and (room[20:] == 7).all()
 
 

@@ -18,12 +18,12 @@ Source: FlashAttention-2, arXiv 2307.08691.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..launch import Launch, decoded
-from .attention_launch import LOG2_E, looped_launch
+from .attention_launch import AttentionCall, looped_launch
 from .attention_policy import BackwardConfig
 from .attention_tiles import (
     chosen,
@@ -184,15 +184,13 @@ def _attention_bwd_dkdv_kernel(
 
 
 def backward_launches(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor,
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, delta: torch.Tensor, scale: float,
+    call: AttentionCall, o: Tensor, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, delta: Tensor,
     for_dq: BackwardConfig, for_dkdv: BackwardConfig,
-    sequences: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
 ) -> tuple[Launch, Launch]:  # fmt: skip
     """Returns the launches of both kernels; `attention.attention_backward` describes the tensors."""
-    args = {"lse_ptr": lse, "delta_ptr": delta, "qk_scale": scale * LOG2_E, "scale": scale}
-    keys, queries, limits = {"k": k, "v": v}, {"q": q, "do": do}, (sequences, key_mask)
+    args, keys, queries = {"delta_ptr": delta, "scale": call.scale}, {"k": call.k, "v": call.v}, {"q": call.q, "do": do}
+    query_tiles, key_tiles = queries | {"o": o, "dq": dq}, keys | {"dk": dk, "dv": dv}
     return (
-        looped_launch(_attention_bwd_dq_kernel, queries | {"o": o, "dq": dq}, keys, for_dq, args, {}, *limits),
-        looped_launch(_attention_bwd_dkdv_kernel, keys | {"dk": dk, "dv": dv}, queries, for_dkdv, args, {}, *limits),
+        looped_launch(_attention_bwd_dq_kernel, call, query_tiles, keys, for_dq, args, matmuls=3),
+        looped_launch(_attention_bwd_dkdv_kernel, call, key_tiles, queries, for_dkdv, args, matmuls=4),
     )

@@ -17,15 +17,13 @@ Sources: online softmax, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..launch import Launch, ceil_div, decoded
 from ..ptx import divided, wait_for_previous
-from .attention_launch import LOG2_E, looped_launch, tiled_launch
+from .attention_launch import AttentionCall, looped_launch, tiled_launch
 from .attention_policy import ForwardConfig, cover
 from .attention_tiles import (
     dot_add,
@@ -224,26 +222,23 @@ def _attention_fwd_looped_kernel(
 
 
 def forward_launch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, scale: float,
-    config: ForwardConfig, o_scale: torch.Tensor | None = None, sequences: torch.Tensor | None = None,
-    key_mask: torch.Tensor | None = None,
+    call: AttentionCall, o: Tensor, config: ForwardConfig, o_scale: Tensor | None = None
 ) -> Launch:  # fmt: skip
-    """Returns the launch of the forward; `attention.attention_forward` describes the tensors."""
-    n_kv, own, streamed = k.shape[2], {"q": q, "o": o}, {"k": k, "v": v}
-    args = {"lse_ptr": lse, "o_scale_ptr": o_scale, "qk_scale": scale * LOG2_E}
-    constants: dict[str, Any] = {"DEPENDENT": config.dependent}
+    """Returns the launch of the forward; `attention.attention_forward` describes o and o_scale."""
+    own, streamed, args = {"q": call.q, "o": o}, {"k": call.k, "v": call.v}, {"o_scale_ptr": o_scale}
+    n_q, n_kv, early = call.q.shape[2], call.k.shape[2], config.dependent
     if config.scheme == "looped":
-        return looped_launch(
-            _attention_fwd_looped_kernel, own, streamed, config, args, constants, sequences, key_mask, tails=2
-        )
+        kernel = _attention_fwd_looped_kernel
+        return looped_launch(kernel, call, own, streamed, config, args, matmuls=2, tails=2, DEPENDENT=early)
     chunks = cover(n_kv, config.block_n, config.chunks)
     if not chunks:
         raise ValueError(f"n_kv must be between 1 and {config.chunks * config.block_n} for {config}, got {n_kv}")
     masked, sure = sum(chunks) != n_kv, (n_kv - 1) // LENGTH_CLASS.value * LENGTH_CLASS.value
     chunks = (*chunks, 0, 0)[:3]
-    tiles = ceil_div(q.shape[2], config.block_m)
-    groups = ceil_div(tiles, config.tiles)
-    constants["ROW"] = config.block_m, ceil_div(tiles, max(groups, 1)), *chunks, sure, masked, config.num_stages
+    tiles = ceil_div(n_q, config.block_m)
+    per_program = ceil_div(tiles, ceil_div(tiles, config.tiles))  # evenly, e.g. 5 tiles as 3 + 2, not 4 + 1
+    row = config.block_m, per_program, *chunks, sure, masked, config.num_stages
     return tiled_launch(
-        _attention_fwd_row_kernel, own, streamed, config, args, constants, config.block_m, chunks, groups
-    )
+        _attention_fwd_row_kernel, call, own, streamed, config, args, block=config.block_m, pieces=chunks, matmuls=2,
+        tiles=per_program, ROW=row, DEPENDENT=early,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attention with terms added to the scores: launch configurations, and the functions that the operators call."""
+"""Launches of attention with terms added to the scores, and their configurations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..device import generation, gpu_of
 from ..launch import Launch, ceil_div
-from .attention_launch import addressing
+from .attention_launch import AttentionCall, addressing
 from .attention_policy import MIN_BLOCK, split_head_dim
 from .bias_backward import (
     _attention_bias_bwd_dkdv_kernel,
@@ -25,28 +25,12 @@ _PROGRAMS = 8  # per multiprocessor; more windows than that share programs
 _MOST_WINDOWS = 64  # per program
 
 
-class BiasedAttention(NamedTuple):
-    """The inputs of a call with n_batch windows, or images without windows.
-
-    Attributes:
-        q, k, v: [B, H, N, D] with last stride 1. With groups, N is the number of tokens of an image.
-        lse: fp32 [n_batch, H, n], contiguous, for windows of n tokens: log2(sum(exp(scores))); +inf without keys.
-        scale: Multiplier of q k^T, unless terms.scale replaces it.
-        terms: `ScoreTerms` of ops/descriptions.py, contiguous; the bias has 4 dimensions, the last one with stride 1.
-        key_mask: bool [n_batch, N_kv] with last stride 1, or None.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lse: Tensor
-    scale: float
-    terms: Any
-    key_mask: Tensor | None
+class _Scores(AttentionCall):
+    """The scores of a call with n_batch windows, or images without windows, and the limits of their tiles."""
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """The shape of the scores."""
+        """The shape of the scores: n_batch, heads, N_q and N_kv."""
         return (*self.lse.shape, self.k.shape[2] if self.terms.groups is None else self.lse.shape[2])
 
     @property
@@ -101,7 +85,7 @@ class _Tiling(NamedTuple):
     chunks: int  # groups of windows
 
 
-def _tiling(call: BiasedAttention, area: int, per_rows: bool, per_keys: bool, shares: bool) -> _Tiling:
+def _tiling(call: _Scores, area: int, per_rows: bool, per_keys: bool, shares: bool) -> _Tiling:
     """A program has a tile of queries if `per_rows`, a tile of keys if `per_keys`, and several windows if `shares`."""
     terms, (n_batch, heads, n_q, n_kv) = call.terms, call.sizes
     rows = min(call.largest, _power_of_two(n_q))
@@ -122,10 +106,10 @@ def _tiling(call: BiasedAttention, area: int, per_rows: bool, per_keys: bool, sh
 
 
 def _launch(
-    kernel: Any, call: BiasedAttention, tiling: _Tiling, tensors: dict[str, Tensor], args: dict[str, Any],
+    kernel: Any, call: _Scores, tiling: _Tiling, tensors: dict[str, Tensor], args: dict[str, Any], matmuls: int,
     warps: int = 4, maxnreg: int | None = None, **constants: Any,
 ) -> Launch:  # fmt: skip
-    """Returns the launch of a kernel with the `tensors` [B, H, N, D]."""
+    """Returns the launch of a kernel with the `tensors` [B, H, N, D] and `matmuls` matmuls as large as q k^T."""
     t, terms, key_mask, (n_batch, heads, n_q, n_kv) = tiling, call.terms, call.key_mask, call.sizes
     bias_strides = [0, 0, 0]
     if terms.bias is not None:
@@ -156,25 +140,29 @@ def _launch(
     warps = min(8 if crowded else warps, max(max(t.rows, t.keys) // 16, t.rows * t.keys // scores))
     args = {**tensors, "strides": strides, **args}
     return Launch(
-        kernel, (t.programs * t.chunks,), args, constants, num_warps=warps, maxnreg=maxnreg, device=call.q.device
-    )
+        kernel, (t.programs * t.chunks,), args, constants, num_warps=warps, maxnreg=maxnreg, device=call.q.device,
+        flop=2.0 * matmuls * math.prod(call.sizes) * call.q.shape[3],
+    )  # fmt: skip
 
 
-def attention_bias_forward(call: BiasedAttention, o: Tensor) -> None:
-    """Computes the output o [B, H, N, D], and call.lse."""
-    tensors, area = {"q": call.q, "k": call.k, "v": call.v, "o": o}, call.area(whole=True)
-    one = call.one_tile(area)
-    tiling = _tiling(call, area if one else call.area(), True, False, one)
-    _launch(_attention_bias_fwd_kernel, call, tiling, tensors, {}, ONE_TILE=one).run()
+def bias_forward_launch(call: AttentionCall, o: Tensor) -> Launch:
+    """Returns the launch that computes the output o [B, H, N, D], and call.lse."""
+    scores, tensors = _Scores(*call), {"q": call.q, "k": call.k, "v": call.v, "o": o}
+    area = scores.area(whole=True)
+    one = scores.one_tile(area)
+    tiling = _tiling(scores, area if one else scores.area(), True, False, one)
+    return _launch(_attention_bias_fwd_kernel, scores, tiling, tensors, {}, 2, ONE_TILE=one)
 
 
-def attention_bias_backward(
-    call: BiasedAttention, o: Tensor, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, bias_grad: bool
+def bias_backward(
+    call: AttentionCall, o: Tensor, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, bias_grad: bool
 ) -> dict[str, Tensor]:
-    """Computes dq, dk and dv; returns the gradients of rel_h, rel_w, scale and, if `bias_grad`, bias.
+    """Computes dq, dk and dv; returns the gradients of rel_h, rel_w, scale and, if `bias_grad`, bias, if present.
 
     The returned gradients are fp32. The gradient of the bias has shape [n_batch or 1, H, N_q, N_kv].
     """
+    call = _Scores(*call)
+    bias_grad &= call.terms.bias is not None
     terms, lse, area = call.terms, call.lse, call.area(backward=True)
     delta, dscale = torch.empty_like(lse), None if terms.scale is None else torch.empty_like(lse)
     gradients: dict[str, Tensor] = {}
@@ -189,17 +177,17 @@ def attention_bias_backward(
             gradients = {"rel_h": drel_h, "rel_w": drel_w}
         tensors, args = {**inputs, "o": o, "do": do, "dq": dq}, {"drel_h_ptr": drel_h, "drel_w_ptr": drel_w}
         tiling = _tiling(call, area, True, False, False)
-        _launch(_attention_bias_bwd_dq_kernel, call, tiling, tensors, rows | args).run()
+        _launch(_attention_bias_bwd_dq_kernel, call, tiling, tensors, rows | args, 3).run()
         if drel_h is not None:
             gradients["rel_h"] = drel_h.sum(3) if call.pieces > 1 else drel_h[:, :, :, 0]
         tensors, tiling = {**inputs, "do": do, "dk": dk, "dv": dv}, _tiling(call, area, False, True, False)
         limit = 255 if call.q.dtype.itemsize == 4 else None  # without it, ptxas uses 168 registers for tf32, and spills
-        _launch(_attention_bias_bwd_dkdv_kernel, call, tiling, tensors, {"delta_ptr": delta}, maxnreg=limit).run()
+        _launch(_attention_bias_bwd_dkdv_kernel, call, tiling, tensors, {"delta_ptr": delta}, 4, maxnreg=limit).run()
     if whole or bias_grad:
         tensors, tiling = {**inputs, "do": do, "dq": dq, "dk": dk, "dv": dv}, _tiling(call, area, True, True, True)
         parts = lse.new_empty((tiling.chunks, *call.sizes[1:])) if bias_grad else None
         args = rows | {"parts_ptr": parts}
-        _launch(_attention_bias_bwd_tile_kernel, call, tiling, tensors, args, 8, WHOLE=whole).run()
+        _launch(_attention_bias_bwd_tile_kernel, call, tiling, tensors, args, 5 if whole else 2, 8, WHOLE=whole).run()
         if parts is not None:
             gradients["bias"] = parts.sum(0, keepdim=True) if terms.bias.shape[0] == 1 else parts
     if dscale is not None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...ops.descriptions import ScoreTerms
 from ..attention.attention import attention_backward, attention_forward
-from ..attention.bias_launch import BiasedAttention, attention_bias_backward, attention_bias_forward
-from ..device import has_fp8, matrix_instruction
+from ..attention.attention_launch import AttentionCall
+from ..device import generation, has_fp8, matrix_instruction
 from . import offline
 from .offline import Build
 
@@ -77,59 +76,59 @@ def _builds(
 ) -> Iterator[Build]:  # fmt: skip
     """Yields the builds of forward and backward. For form "to e4m3" (e4m3 output), yields only those of the forward."""
     q, k, v, o, do = _tensors(tokens, head_dim, access, dtype, batch, queries or tokens, form)
-    lse, scale = torch.empty(q.shape[:3], dtype=torch.float32, device="meta"), head_dim**-0.5
-    options: dict[str, Any] = {}
+    call = AttentionCall(q, k, v, _empty(*q.shape[:3]), head_dim**-0.5)
     if form == "masked":
-        options["key_mask"] = torch.empty((batch, tokens), dtype=torch.bool, device="meta")
+        call = call._replace(key_mask=_empty(batch, tokens, dtype=torch.bool))
     elif form == "packed":
-        options = {"sequences": torch.empty(batch + 1, dtype=torch.int32, device="meta"), "longest": tokens}
-    with offline.recorded(offline.gpu(arch)) as launches:
-        if form == "to e4m3":
-            o8 = torch.empty_like(o, dtype=torch.float8_e4m3fn)
-            attention_forward(q, k, v, o8, lse, scale, torch.empty(1, device="meta"))
-        else:
-            attention_forward(q, k, v, o, lse, scale, **options)
-            attention_backward(q, k, v, o, do, lse, q, k, v, scale, **options)
-
+        call = call._replace(sequences=_empty(batch + 1, dtype=torch.int32), longest=tokens)
     lengths = f"N{tokens}" if queries is None else f"Nq{queries} N{tokens}"
-    ending = "" if form == "fixed" else f" {form}"
     core = access == "tma" and dtype == torch.bfloat16 and (tokens, head_dim, form) in _CORE | _CORE_OF.get(arch, set())
-    for launch in launches:
-        needs: tuple[str, ...] = ()
-        if dtype != torch.float32 and access != "scalar" and form != "to e4m3":
-            stores = ("tma_stores",) if form == "fixed" else ()  # with packed or masked inputs, only loads use TMA
-            tma = any(isinstance(value, TensorDescriptor) for value in launch.args.values())
-            needs = (matrix_instruction(arch), *(("tma_loads", *stores) if tma else ()))
-        kernel = launch.kernel.__name__.strip("_").removesuffix("_kernel")
-        case = f"{_NAMES[dtype]} {lengths} D{head_dim} B{batch} {access}{ending}"
-        yield Build(kernel, case, launch, core=core, needs=needs)
+    case = f"{lengths} D{head_dim} B{batch} {access}" + ("" if form == "fixed" else f" {form}")
+    yield from _builds_of(call, o, do, arch, case, core, _empty(1) if form == "to e4m3" else None)
 
 
 def _biased_builds(
     arch: str, batch: int, tokens: int, heads: int, head_dim: int, grid: int, masks: int, dtype: torch.dtype
 ) -> Iterator[Build]:
     """Yields the builds of attention with a bias, or with `rel` if grid > 0, and a window mask if masks > 0."""
+    q, k, v = _empty(batch, tokens, 3, heads, head_dim, dtype=dtype).transpose(1, 3).unbind(2)
+    o, lse = _empty(batch, tokens, heads, head_dim, dtype=dtype).transpose(1, 2), _empty(batch, heads, tokens)
+    sides = (tokens // grid, grid) if grid else ()
+    rel = [_empty(batch, heads, tokens, side, dtype=dtype) for side in sides] or (None, None)
+    bias = None if grid else _empty(1, heads, tokens, tokens, dtype=dtype)
+    terms = ScoreTerms(bias, _empty(masks, tokens, tokens, dtype=dtype) if masks else None, *rel)
+    call = AttentionCall(q, k, v, lse, head_dim**-0.5, terms=terms)
+    # the other architectures of a generation have the same tiles
+    core = dtype == torch.bfloat16 and tokens == 49 and arch in ("sm_80", "sm_90", "sm_100")
+    ending = (f"rel{grid}" if grid else "bias") + (" masks" if masks else "")
+    yield from _builds_of(call, o, o, arch, f"N{tokens} D{head_dim} B{batch} {ending}", core)
 
-    def tensor(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=of, device="meta")
 
-    q, k, v = tensor(batch, tokens, 3, heads, head_dim).transpose(1, 3).unbind(2)
-    o, lse = tensor(batch, tokens, heads, head_dim).transpose(1, 2), tensor(batch, heads, tokens, of=torch.float32)
-    rel = (tensor(batch, heads, tokens, tokens // grid), tensor(batch, heads, tokens, grid)) if grid else (None, None)
-    bias = None if grid else tensor(1, heads, tokens, tokens)
-    terms = ScoreTerms(bias, tensor(masks, tokens, tokens) if masks else None, *rel)
-    call = BiasedAttention(q, k, v, lse, head_dim**-0.5, terms, None)
+def _builds_of(
+    call: AttentionCall, o: torch.Tensor, do: torch.Tensor, arch: str, case: str, core: bool,
+    o_scale: torch.Tensor | None = None,
+) -> Iterator[Build]:  # fmt: skip
+    dtype = call.q.dtype
     with offline.recorded(offline.gpu(arch)) as launches:
-        attention_bias_forward(call, o)
-        attention_bias_backward(call, o, o, q, k, v, not grid)
+        if o_scale is None:
+            attention_forward(call, o)
+            attention_backward(call, o, do, call.q, call.k, call.v)
+        else:
+            attention_forward(call, torch.empty_like(o, dtype=torch.float8_e4m3fn), o_scale)
     for launch in launches:
-        kernel = launch.kernel.__name__.strip("_").removesuffix("_kernel")
-        ending = (f" rel{grid}" if grid else " bias") + (" masks" if masks else "")
-        # the other architectures of a generation have the same tiles
-        core = dtype == torch.bfloat16 and tokens == 49 and arch in ("sm_80", "sm_90", "sm_100")
-        rows = launch.constants["TILE"]["dkdv" in kernel]  # wgmma and tcgen05 need 64
-        needs = (matrix_instruction(arch),) if rows >= 64 and dtype != torch.float32 else ()
-        yield Build(kernel, f"{_NAMES[dtype]} N{tokens} D{head_dim} B{batch}{ending}", launch, core=core, needs=needs)
+        c = launch.constants
+        rows = (c.get("LOOP") or c.get("ROW") or c["TILE"])["TILE" in c and "dkdv" in launch.name]
+        needs = []
+        if dtype != torch.float32 and (rows >= 64 or generation(arch) == "ampere"):  # wgmma and tcgen05 need 64 rows
+            needs.append(matrix_instruction(arch))
+        descriptors = {name for name, value in launch.args.items() if isinstance(value, TensorDescriptor)}
+        needs += ["tma_loads"] if descriptors else []
+        needs += ["tma_stores"] if descriptors & {"o_lo", "dq_lo", "dk_lo"} else []
+        yield Build(launch.name, f"{_NAMES[dtype]} {case}", launch, core=core, needs=tuple(needs))
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _tensors(
@@ -140,10 +139,10 @@ def _tensors(
     For "vector", the batch stride of q, k and v is 0, which TMA forbids. For "scalar", q, k and v are unaligned.
     """
     shape = (1 if access == "vector" else batch, max(queries, tokens), 3, _HEADS, head_dim)
-    flat = torch.empty(torch.Size(shape).numel() + 1, dtype=dtype, device="meta")
+    flat = _empty(torch.Size(shape).numel() + 1, dtype=dtype)
     flat = flat[1:] if access == "scalar" else flat[:-1]
     q, k, v = flat.view(shape).expand(batch, -1, -1, -1, -1).transpose(1, 3).unbind(2)
-    o, do = torch.empty(2, batch, queries, _HEADS, head_dim, dtype=dtype, device="meta").transpose(2, 3)
+    o, do = _empty(2, batch, queries, _HEADS, head_dim, dtype=dtype).transpose(2, 3)
     tensors = [q[:, :, :queries], k[:, :, :tokens], v[:, :, :tokens], o, do]
     if form == "packed":  # concatenate all images along the tokens
         tensors = [tensor.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for tensor in tensors]

@@ -18,9 +18,9 @@ import torch
 from triton.testing import do_bench
 
 from ..attention import attention_policy as policy
-from ..attention.attention import problem_of
 from ..attention.attention_backward import backward_launches
 from ..attention.attention_forward import forward_launch
+from ..attention.attention_launch import AttentionCall
 from ..attention.attention_policy import TABLE_PATH, BackwardConfig, ForwardConfig, Problem
 from ..launch import Launch
 
@@ -94,12 +94,11 @@ def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.devi
     dq, dk, dv = torch.empty_like(packed).transpose(1, 3).unbind(2)
     o, do = torch.randn(2, batch, tokens, heads, head_dim, device=device).bfloat16().transpose(2, 3)
     lse, delta = torch.empty(2, batch, heads, tokens, device=device)
-    scale, problem = head_dim**-0.5, problem_of(q, k, v, o, do, dq)
-
-    forward = partial(forward_launch, q, k, v, o, lse, scale)
+    call = AttentionCall(q, k, v, lse, head_dim**-0.5)
+    problem, forward = call.problem(o, do, dq), partial(forward_launch, call, o)
 
     def backward(config: BackwardConfig) -> tuple[Launch, Launch]:
-        return backward_launches(q, k, v, o, do, lse, dq, dk, dv, delta, scale, config, config)
+        return backward_launches(call, o, do, dq, dk, dv, delta, config, config)
 
     by_rule, dq_by_rule = policy.forward_config(problem), policy.dq_config(problem)
     yield Task("forward", problem, by_rule, forward, (o,))

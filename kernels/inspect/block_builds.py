@@ -222,17 +222,11 @@ def block_builds(arch: str, core: bool = False) -> Iterator[Build]:
 
 
 def _build(arch: str, name: str, launch: Launch, core: bool) -> Build:
-    c = launch.constants
-    kernel = launch.kernel.__name__.strip("_").removesuffix("_kernel")
-    is_matmul, needs = "EPILOGUE" in c, ()
-    if is_matmul or "BLOCK_P" in c:
-        a = launch.args["a"]
+    kernel, needs = "_".join((launch.name, *launch.details[:1])), ()
+    if launch.units:
+        a, tma = launch.args["a"], launch.constants["TMA"]
         dtype = getattr(a, "base", a).dtype
-        needs = ("e4m3" if dtype == _E4M3 else matrix_instruction(arch), *(("tma_loads",) if c["TMA"] else ()))
-        tile = "x".join(str(c[f"BLOCK_{axis}"]) for axis in ("MNK" if is_matmul else "PQM"))
-        name = f"{name} {tile} {'TMA' if c['TMA'] else 'pointers'}"
-    if is_matmul:
-        kernel = f"{kernel}_{launch.details[0]}"
-        name = " ".join((name, *launch.details[1:]))
+        needs = ("e4m3" if dtype == _E4M3 else matrix_instruction(arch), *(("tma_loads",) if tma else ()))
+        name = " ".join((name, launch.tile, "TMA" if tma else "pointers", *launch.details[1:]))
     core &= arch == "sm_90" or (kernel == "matmul_layer_norm" and name.endswith("gelu"))
     return Build(kernel, name, launch, core=core, needs=needs)

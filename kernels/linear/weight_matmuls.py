@@ -84,22 +84,24 @@ def weight_matmuls_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config: 
     `block_m`, `block_n` and `block_k` of `config` are the tile sizes along P, Q and M.
     """
     (first, _), splits = pairs[0], out[0].shape[0]
-    args: dict[str, Any] = {
-        "out": (*out, *[None] * (4 - len(out))), "M": first.shape[0], "splits": splits,
-        "sizes": tuple(unspecialized(size) for part in out for size in part.shape[1:]),
-    }  # fmt: skip
+    args: dict[str, Any] = {}
     for suffix, (a, b) in zip(("", "2", "3", "4"), [*pairs, *[(None, None)] * 3]):
         args[f"a{suffix}"] = tiled(a, config.block_k, config.block_m, config.tma)
         args[f"b{suffix}"] = tiled(b, config.block_k, config.block_n, config.tma)
-    tiles = sum(config.tiles(*part.shape[1:]) for part in out)
+    args |= {
+        "out": (*out, *[None] * (4 - len(out))), "M": first.shape[0], "splits": splits,
+        "sizes": tuple(unspecialized(size) for part in out for size in part.shape[1:]),
+    }  # fmt: skip
+    units = splits * sum(config.tiles(*part.shape[1:]) for part in out)
     constants = {
         "BLOCK_P": config.block_m, "BLOCK_Q": config.block_n, "BLOCK_M": config.block_k,
         "TMA": config.tma, "ALIGN": math.gcd(16, *(tensor.shape[1] for pair in pairs for tensor in pair)),
     }  # fmt: skip
-    programs = min(tiles * splits, gpu_of(first.device).sm_count * config.ctas_per_sm)
+    programs = min(units, gpu_of(first.device).sm_count * config.ctas_per_sm)
     return Launch(
         _weight_matmuls_kernel, (programs,), args, constants,
-        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg, device=first.device,
+        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg,
+        flop=2.0 * first.shape[0] * sum(part[0].numel() for part in out), units=units, device=first.device,
     )  # fmt: skip
 
 

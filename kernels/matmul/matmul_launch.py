@@ -119,9 +119,11 @@ def matmul_launch(matmul: Matmul, config: MatmulConfig, splits: int | None = Non
         "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth, "SUB_TILES": config.sub_tiles if splits is None else 1,
         "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in matmul.tiled())), "DEPENDENT": dependent,
     }  # fmt: skip
-    programs = min(config.tiles(M, N) * (splits or 1), gpu_of(a.device).sm_count * config.ctas_per_sm)
+    units = config.tiles(M, N) * (splits or 1)
+    programs = min(units, gpu_of(a.device).sm_count * config.ctas_per_sm)
     details = (epilogue.name,) if epilogue.activation == "identity" else (epilogue.name, epilogue.activation)
     return Launch(
         _matmul_kernel, (programs,), args, constants, num_warps=config.num_warps, num_stages=config.num_stages,
-        maxnreg=config.maxnreg, details=details, device=a.device,
+        maxnreg=config.maxnreg, details=details, flop=2.0 * M * N * K, units=units,
+        device=a.device,
     )  # fmt: skip

@@ -153,7 +153,7 @@ def _attend(
     A tensor in terms.scale replaces `scale`.
     """
     first = qkv[0]
-    cu_seqlens, max_seqlen, key_mask = keys or (None, 0, None)
+    cu_seqlens, max_seqlen, key_mask = keys or Keys()
     backend = resolve_backend(backend, first.device, first.dtype)
     runs_kernel = backend == "triton" and not is_exporting()
     mixed = any(tensor.dtype is not first.dtype for tensor in qkv)  # e.g. under autocast if q is an fp32 parameter
@@ -173,7 +173,7 @@ def _attend(
             sizes = (*first.shape[:3], qkv[1].shape[2], first.shape[3])
         terms = checked_terms(terms, keys, sizes, first.device, qkv[0].dtype)
     if runs_kernel:
-        return run_attention(qkv, cu_seqlens, key_mask, max_seqlen, softmax_scale(first, scale), terms)
+        return run_attention(qkv, keys, softmax_scale(first, scale), terms)
     if terms is not None and terms.groups is not None:
         alone = terms._replace(groups=None)
         return by_groups(lambda part: _attend([part], None, scale, backend, alone), first, terms.groups)
@@ -233,7 +233,8 @@ def attend_as_torch(backend: str, query: Tensor, key: Tensor, value: Tensor, *ar
             if backend == "eager":
                 return reference.attention(*qkv, scale=factor, key_mask=key_mask, terms=terms).view(query.shape)
             if not unsupported_reasons(*qkv, factor):
-                return run_attention(qkv, None, key_mask, 0, factor, terms).view(query.shape)
+                keys = None if key_mask is None else Keys(mask=key_mask)
+                return run_attention(qkv, keys, factor, terms).view(query.shape)
     return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from .attention_bias import has_tables, rel_gradients, with_rel
 from .backends import kernel_reasons
-from .descriptions import DTYPES, E4M3, ScoreTerms
+from .descriptions import DTYPES, E4M3, Keys, ScoreTerms
 from .registration import operator, text_of, words_of
 
 if TYPE_CHECKING:
-    from ..kernels.attention.bias_launch import BiasedAttention
+    from ..kernels.attention.attention_launch import AttentionCall
 
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 128
@@ -71,8 +71,7 @@ def _new_output(qkv: Sequence[Tensor], dtype: torch.dtype | None = None) -> tupl
 
 
 def attention_forward(
-    qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int, scale: float,
-    out_factor: Tensor | None = None, terms: ScoreTerms | None = None,
+    qkv: Sequence[Tensor], keys: Keys, scale: float, terms: ScoreTerms | None = None, out_factor: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns softmax(scale q k^T) v, and per query log2(sum(exp(scale q k^T))), fp32 [B, H, N_q].
 
@@ -83,40 +82,29 @@ def attention_forward(
     """
     q, k, v = heads_first(qkv)
     out, view, lse = _new_output(qkv, None if out_factor is None else E4M3)
-    if cu_seqlens is not None and not q.shape[2]:
+    if keys.cu_seqlens is not None and not q.shape[2]:
         return out, lse
     if reasons := unsupported_reasons(q, k, v, scale):
         raise UnsupportedInputError("attention with backend='triton'", reasons)
-    if terms is not None:
-        from ..kernels.attention import bias_launch
-
-        bias_launch.attention_bias_forward(_call(q, k, v, lse, scale, terms, key_mask), view)
-        return out, lse
     from ..kernels.attention import attention
 
-    options = _kernel_options(cu_seqlens, key_mask, max_seqlen)
-    attention.attention_forward(q, k, v, view, lse, scale, out_factor, **options)
+    attention.attention_forward(_call(qkv, lse, keys, scale, terms), view, out_factor)
     return out, lse
 
 
-def _kernel_options(cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int) -> dict[str, Any]:
-    if key_mask is not None and key_mask.stride(-1) != 1:
-        key_mask = key_mask.contiguous()
-    sequences = None if cu_seqlens is None else cu_seqlens.contiguous()
-    return {"sequences": sequences, "key_mask": key_mask, "longest": max_seqlen}
-
-
 def attention_gradient(
-    grad_output: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, cu_seqlens: Tensor | None,
-    key_mask: Tensor | None, max_seqlen: int, scale: float, terms: ScoreTerms | None = None, bias_grad: bool = True,
+    grad_output: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, keys: Keys, scale: float,
+    terms: ScoreTerms | None = None, bias_grad: bool = True,
 ) -> list[Tensor]:  # fmt: skip
     """Returns contiguous gradients of the tensors in the argument `qkv` of `attention_forward`.
 
     With `terms`, appends the gradients of bias (if `bias_grad`), rel_h, rel_w and scale, if present.
     """
+    from ..kernels.attention import attention
+
     gradients = [tensor.new_empty(tensor.shape) for tensor in qkv]
-    q, k, v = heads_first(qkv)
-    if cu_seqlens is not None and not q.shape[2]:
+    q = heads_first(qkv)[0]
+    if keys.cu_seqlens is not None and not q.shape[2]:
         return gradients
     if grad_output.stride(-1) != 1:  # e.g. the gradient of `sum` is an expanded scalar
         grad_output = grad_output.contiguous()
@@ -124,41 +112,37 @@ def attention_gradient(
         o, do = as_batch(out), as_batch(grad_output)
     else:
         o, do = (out, grad_output) if len(qkv) == 3 else (out.transpose(1, 2), grad_output.transpose(1, 2))
-    if terms is not None:
-        from ..kernels.attention import bias_launch
-
-        call = _call(q, k, v, lse, scale, terms, key_mask)
-        of_terms = bias_launch.attention_bias_backward(call, o, do, *heads_first(gradients), bias_grad)
-        if has_tables(terms):
-            d_rel = of_terms["rel_h"], of_terms["rel_w"]
-            d_q, of_terms["rel_h"], of_terms["rel_w"] = rel_gradients(terms, q, *d_rel)
-            heads_first(gradients)[0].add_(d_q)
-        names = term_names(terms, bias_grad)
-        return gradients + [
-            of_terms[name].sum_to_size(getattr(terms, name).shape).to(getattr(terms, name).dtype) for name in names
-        ]
-    from ..kernels.attention import attention
-
-    options = _kernel_options(cu_seqlens, key_mask, max_seqlen)
-    attention.attention_backward(q, k, v, o, do, lse, *heads_first(gradients), scale, **options)
-    return gradients
+    call = _call(qkv, lse, keys, scale, terms)
+    of_terms = attention.attention_backward(call, o, do, *heads_first(gradients), bias_grad)
+    if terms is None:
+        return gradients
+    if has_tables(terms):
+        d_rel = of_terms["rel_h"], of_terms["rel_w"]
+        d_q, of_terms["rel_h"], of_terms["rel_w"] = rel_gradients(terms, q, *d_rel)
+        heads_first(gradients)[0].add_(d_q)
+    given = {name: getattr(terms, name) for name in term_names(terms, bias_grad)}
+    return gradients + [of_terms[name].sum_to_size(term.shape).to(term.dtype) for name, term in given.items()]
 
 
-def _call(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, terms: ScoreTerms, key_mask: Tensor | None
-) -> BiasedAttention:
-    from ..kernels.attention.bias_launch import BiasedAttention
+def _call(qkv: Sequence[Tensor], lse: Tensor, keys: Keys, scale: float, terms: ScoreTerms | None) -> AttentionCall:
+    """Returns the inputs in the layouts that the kernels require."""
+    from ..kernels.attention.attention_launch import AttentionCall
 
-    terms = ScoreTerms(*(
-        tensor if tensor is None or (tensor is terms.bias and tensor.stride(3) == 1) else tensor.contiguous()
-        for tensor in with_rel(terms, q)
-    ))  # fmt: skip
+    q, k, v = heads_first(qkv)
+    sequences, longest, key_mask = keys
+    if sequences is not None:
+        sequences = sequences.contiguous()
     if key_mask is not None and key_mask.stride(1) != 1:
         key_mask = key_mask.contiguous()
-    if terms.groups is not None:
-        (batch, heads, _), (windows, tokens) = lse.shape, terms.groups.shape
-        lse = lse.view(batch * windows, heads, tokens)
-    return BiasedAttention(q, k, v, lse, scale, terms, key_mask)
+    if terms is not None:
+        terms = ScoreTerms(*(
+            tensor if tensor is None or (tensor is terms.bias and tensor.stride(3) == 1) else tensor.contiguous()
+            for tensor in with_rel(terms, q)
+        ))  # fmt: skip
+        if terms.groups is not None:
+            (batch, heads, _), (windows, tokens) = lse.shape, terms.groups.shape
+            lse = lse.view(batch * windows, heads, tokens)
+    return AttentionCall(q, k, v, lse, scale, sequences, longest, key_mask, terms)
 
 
 def term_names(terms: ScoreTerms, bias_grad: bool = True) -> list[str]:
@@ -166,13 +150,11 @@ def term_names(terms: ScoreTerms, bias_grad: bool = True) -> list[str]:
     return [name for name in _WITH_GRADIENT[not bias_grad :] if getattr(terms, name) is not None]
 
 
-def run_attention(
-    qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int, scale: float,
-    terms: ScoreTerms | None = None,
-) -> Tensor:  # fmt: skip
+def run_attention(qkv: Sequence[Tensor], keys: Keys | None, scale: float, terms: ScoreTerms | None = None) -> Tensor:
     """Calls the operator; for the arguments and the result, see `attention_forward`."""
-    tensors, names, bias_grad = [*qkv], [], False
-    if cu_seqlens is not None or key_mask is not None or terms is not None:
+    tensors, names, bias_grad, max_seqlen = [*qkv], [], False, 0
+    if keys is not None or terms is not None:
+        cu_seqlens, max_seqlen, key_mask = keys or Keys()
         bias_grad = terms is not None and terms.bias is not None and terms.bias.requires_grad
         for name, tensor in zip(_OTHERS, (cu_seqlens, key_mask, *(terms or ()))):
             if tensor is not None:
@@ -183,16 +165,16 @@ def run_attention(
 
 
 def _unpacked(tensors: Sequence[Any], max_seqlen: int, scale: float, words: str) -> tuple[Any, ...]:
-    """Returns qkv, cu_seqlens, key_mask, max_seqlen, scale, terms and bias_grad."""
+    """Returns qkv, keys, scale, terms and bias_grad."""
     count, bias_grad, names = words_of(words)
     given = dict(zip(names, tensors[count:], strict=True))
-    sequences, key_mask = given.pop("cu_seqlens", None), given.pop("key_mask", None)
-    return tensors[:count], sequences, key_mask, max_seqlen, scale, ScoreTerms(**given) if given else None, bias_grad
+    keys = Keys(given.pop("cu_seqlens", None), max_seqlen, given.pop("key_mask", None))
+    return tensors[:count], keys, scale, ScoreTerms(**given) if given else None, bias_grad
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    qkv, cu_seqlens, key_mask, max_seqlen, scale, terms, _ = _unpacked(*args)
-    return attention_forward(qkv, cu_seqlens, key_mask, max_seqlen, scale, None, terms)
+    qkv, keys, scale, terms, _ = _unpacked(*args)
+    return attention_forward(qkv, keys, scale, terms)
 
 
 def _gradient(grad_output: Tensor, tensors: Sequence[Tensor], out: Tensor, lse: Tensor, *rest: Any) -> list[Tensor]:
@@ -217,8 +199,8 @@ def attention_flop(queries: int, keys: int, terms: Any) -> tuple[int, int]:
 
 def _flop(tensors: Any, max_seqlen: int, scale: float, words: str) -> tuple[int, int]:
     """Returns the FLOPs of forward and backward; `tensors` are shapes. Assumes max_seqlen keys per packed query."""
-    qkv, cu_seqlens, *_, terms, _ = _unpacked(tensors, max_seqlen, scale, words)
-    if cu_seqlens is None:
+    qkv, keys, _, terms, _ = _unpacked(tensors, max_seqlen, scale, words)
+    if keys.cu_seqlens is None:
         max_seqlen = qkv[0][1] if len(qkv) == 1 else qkv[1][2]
     return attention_flop(math.prod(qkv[0]) // (3 if len(qkv) == 1 else 1), max_seqlen, terms)
 

@@ -178,12 +178,13 @@ def probe_reasons(device: torch.device) -> tuple[str, ...]:
 
 def _run_and_compare(device: torch.device) -> tuple[str, ...]:
     from ..kernels.attention.attention import attention_forward
+    from ..kernels.attention.attention_launch import AttentionCall
 
     generator = torch.Generator("cpu").manual_seed(0)  # leaves the user's random state unchanged
     q, k, v = (torch.randn(_PROBE_SHAPE, generator=generator, device="cpu").half() for _ in range(3))
     out = torch.full(_PROBE_SHAPE, float("nan"), dtype=torch.float16, device=device)
     lse = torch.empty(_PROBE_SHAPE[:3], dtype=torch.float32, device=device)
-    attention_forward(q.to(device), k.to(device), v.to(device), out, lse, _PROBE_SHAPE[3] ** -0.5)
+    attention_forward(AttentionCall(q.to(device), k.to(device), v.to(device), lse, _PROBE_SHAPE[3] ** -0.5), out)
     exact = reference.attention(q.double(), k.double(), v.double())
     verdict = judge(out.cpu(), reference.attention(q, k, v), exact)
     return () if verdict.passed else (f"vit-fast's test kernel does not match the reference on {device}: {verdict}",)

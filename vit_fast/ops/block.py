@@ -162,9 +162,8 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
         if s.saves:
             saved |= {"norm1_input": normed.source, "statistics1": normed.statistics}
         ready, before = step.forward(flat.view(*x.shape[:-1], 3, s.heads, head_dim), s.saves)
-        mixed, lse = attention_forward(
-            [ready], qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale, t.proj_factor, qk.terms
-        )
+        keys = Keys(qk.cu_seqlens, s.max_seqlen, qk.key_mask)
+        mixed, lse = attention_forward([ready], keys, s.scale, qk.terms, t.proj_factor)
         saved |= {"qkv": ready, "mixed": mixed, "lse": lse, "before_norm": before}
         # before fc1, fp32 tokens need no statistics, because a separate kernel normalizes them
         statistics_too = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32

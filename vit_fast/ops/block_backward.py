@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .attention_operator import attention_flop, attention_gradient, term_names
-from .descriptions import BlockTensors, as_matrix
+from .descriptions import BlockTensors, Keys, as_matrix
 from .registration import operator, words_of
 from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
 
@@ -166,9 +166,8 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     if t.qkv_weight is not None:
         d_proj = stream.to(s.dtype) if narrow is None else narrow
         d_mixed = linear.matmul_gradient(d_proj, scaled["proj"]).view(saved.mixed.shape)
-        d_packed, *of_terms = attention_gradient(
-            d_mixed, [saved.qkv], saved.mixed, saved.lse, qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale, qk.terms
-        )
+        keys = Keys(qk.cu_seqlens, s.max_seqlen, qk.key_mask)
+        d_packed, *of_terms = attention_gradient(d_mixed, [saved.qkv], saved.mixed, saved.lse, keys, s.scale, qk.terms)
         gradients |= dict(zip(term_names(qk.terms), of_terms)) if qk.terms is not None else {}
         step = qkv_step(qk, s.qk, s.prefix, saved.qkv.shape[1], saved.qkv.shape[-1], False)
         norm_sums = step.backward(d_packed, saved.before_norm)
