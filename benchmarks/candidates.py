@@ -153,7 +153,6 @@ def _images(group: Group) -> Tensor:
 
 
 def _build_peer(library: ModuleType, candidate: Candidate, group: Group) -> nn.Module:
-    """Builds a library's model with the weights of the group."""
     config, weights = group.config_and_weights
     model = library.build_peer(config).to(device=group.device, dtype=group.dtype)
     take_weights(model, weights, library.convert, config)
@@ -162,7 +161,6 @@ def _build_peer(library: ModuleType, candidate: Candidate, group: Group) -> nn.M
 
 
 def _build_given(candidate: Candidate, group: Group) -> nn.Module:
-    """Builds a model that was given by id, file or function."""
     if group.model.make is None:
         reason = f"the model must be timm:NAME, hf:FOLDER or module:function, got {group.model.name}"
         raise UnsupportedInputError("given", [reason])
@@ -226,7 +224,6 @@ def _build_file(candidate: Candidate, group: Group, quantizer: Quantizer | None 
 
 @functools.lru_cache(maxsize=4)
 def _files_of(group: Group) -> TemporaryDirectory[str]:
-    """Returns the folder for the ONNX files of a group."""
     return TemporaryDirectory()
 
 

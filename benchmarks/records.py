@@ -117,7 +117,6 @@ def resolution_of(row: Row, controls: Sequence[Row], field: str = "resolution") 
 
 
 def key_of(row: Row) -> tuple[Any, ...]:
-    """Returns the key of a row's group."""
     return row["model"], row["dtype"], row["batch"], row["data"], *row["img_size"]
 
 

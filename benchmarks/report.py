@@ -152,7 +152,6 @@ def heading(record: Record) -> str:
 
 
 def ceilings_line(record: Record) -> str:
-    """Returns the ceilings that were measured in the run."""
     if not (ceilings := record["ceilings"]):
         return "ceilings: not measured"
     matmul = ", ".join(f"{name} {value:.3g} TFLOP/s" for name, value in ceilings["matmul_TFLOP_per_s"].items())
@@ -281,7 +280,6 @@ def _plain(value: object) -> str:
 
 
 def markdown(record: Record) -> str:
-    """Returns the sections of a record as markdown."""
     blocks = []
     for part in sections(record):
         if isinstance(part, Table):

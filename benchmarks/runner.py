@@ -56,7 +56,6 @@ def run(
 
 
 def header_of(configuration: Configuration) -> dict[str, Any]:
-    """Returns the header of the journal of a new run."""
     return {
         "request": configuration.request, "machine": describe(configuration.device),
         "configuration": configuration.to_dict(), "correctness_rule": RULE,

@@ -113,21 +113,6 @@ def test_the_backend_is_a_constant_for_the_compiler(gpu: list[torch.device], mon
         assert torch.equal(compiled(torch.zeros(2)), torch.zeros(2))
 
 
-def test_temporary_reasons_are_not_cached(gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(device: torch.device) -> tuple[str, ...]:
-        raise torch.OutOfMemoryError("no room")
-
-    with monkeypatch.context() as capturing:
-        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert "before a CUDA graph capture" in backends.triton_unavailable_reasons(GPU)[0] and gpu == []
-    with monkeypatch.context() as crowded:
-        crowded.setattr(backends, "_run_and_compare", full)
-        assert "OutOfMemoryError: no room" in backends.triton_unavailable_reasons(GPU)[0]
-    assert backends.resolve_backend("auto", GPU) == "triton"
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert backends.resolve_backend("auto", GPU) == "triton" and gpu == [GPU]
-
-
 def _broken(device: torch.device) -> tuple[str, ...]:
     raise RuntimeError("the compiler\n  gave up")
 

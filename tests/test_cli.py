@@ -95,7 +95,10 @@ def test_the_shell_completes_commands() -> None:
     [
         ("--model vit_base_patch16_224 --arch sm_75", ["arch must be one of"]),
         ("--model vit_bse", ["unknown model"]),
-        ("--batch-sizes 4", ["--batch-sizes"]),  # this and the next would be ignored
+        ("--warm-up vit_test --batch-sizes 1,x", ["--batch-sizes"]),
+        ("--warm-up vit_test --json", ["--json must not be used with --warm-up"]),
+        # this and the next would be ignored
+        ("--batch-sizes 4", ["--batch-sizes must not be used without --warm-up or --model"]),
         ("--host --tune", ["--host", "--tune"]),
         ("--warm-up m --arch sm_90", ["--warm-up", "--arch"]),
         ("--tune --json", ["--tune", "--json"]),

@@ -325,6 +325,8 @@ def test_the_test_kernel_needs_memory_and_no_capture(gpus: Machine) -> None:
         assert all("out of memory" in triton_unavailable_reasons(one)[0] for one in (device, torch.device("cuda")))
     gpus.foreign[1] = 0
     assert not triton_unavailable_reasons(device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(device)):
+        assert not triton_unavailable_reasons(device)
 
 
 def test_fp8_is_calibrated_and_emulated_on_the_second_gpu(gpus: Machine) -> None:

@@ -339,12 +339,3 @@ def test_precisions_without_instructions_are_skipped(monkeypatch) -> None:
     assert list(skipped) == ["bf16"] and "bf16 matmuls are 6.3x slower than fp32" in skipped["bf16"]
     assert trials.slow_precisions(cpu, ["bf16"]) == {} == trials.slow_precisions(torch.device("cuda"), PRECISIONS)
     assert version.matmul_slowdown(torch.float32) == 1.0
-
-
-def test_order_of_the_candidates(monkeypatch) -> None:
-    monkeypatch.setattr(trials, "installed", lambda package: "1")
-    names = [candidate.name for candidate in candidates(torch.device("cpu"), ["int8", "bf16"])]
-    last = max(map(names.index, CHEAP))
-    assert names.index("ONNX Runtime") + 1 == names.index("ONNX Runtime, int8") < names.index("OpenVINO")
-    assert all("torch.compile" in name for name in names[last + 1 :] if "bf16" not in name)
-    assert "torch.compile" not in " ".join(names[: last + 1])

@@ -81,7 +81,6 @@ class Processes(NamedTuple):
             dist.barrier()
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all processes."""
         found = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(found, value)

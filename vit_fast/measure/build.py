@@ -211,8 +211,6 @@ def _in_pieces(function: Function, size: int) -> Function:
 
 
 def _with_threads(function: Function, count: int) -> Function:
-    """Sets torch's number of threads during each call."""
-
     def run(*args: Any, **kwargs: Any) -> Any:
         before = torch.get_num_threads()
         torch.set_num_threads(count)
@@ -240,7 +238,6 @@ def with_inputs(function: Function, convert: Callable[[Tensor], Tensor]) -> Func
 
 
 def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns an example as positional and keyword arguments."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (example if isinstance(example, tuple) else (example,)), {}

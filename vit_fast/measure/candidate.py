@@ -201,7 +201,6 @@ def limits_of(
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Returns the tensors in an example or an output."""
     value = dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 

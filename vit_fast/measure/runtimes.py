@@ -147,7 +147,6 @@ def open_file(candidate: Candidate, path: Path, images: Tensor, image_hw: Size |
 
 @functools.cache
 def _core() -> Any:
-    """Returns the only openvino.Core of the process."""
     # Each Core installs a stack for signal handlers, and restores the previous stack when the Core is deleted. With
     # several Cores, the restored stack may be freed already. Then the next signal with a Python handler crashes.
     import openvino

@@ -56,7 +56,6 @@ class ImageModel:
 
     @property
     def depth(self) -> int:
-        """The number of encoder blocks."""
         blocks: Any = self.model.get_submodule(self.blocks)
         return len(blocks)
 
