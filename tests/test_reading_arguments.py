@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from spellings import Packed, runs_fused
 from torch import Tensor, nn
 
@@ -186,6 +188,123 @@ def test_arguments_without_effect(uses: str) -> None:
             other = {"positions": (torch.randn(len(x[0]), 32), 2)}
             assert_equal(model(x=x, sizes=given, info=other), original(x=x, sizes=given, info=other))
     assert_equal(model(sizes=sizes, x=X, info=info), original(X, sizes, info=info))
+
+
+# Masks and biases
+
+
+def changed(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda q, k, v, mask: change(q @ k.mT / 8**0.5, mask).softmax(-1) @ v
+
+
+def given(convert: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=convert(mask, q))
+
+
+def padding(B: int, N: int) -> Tensor:
+    return torch.arange(N) < torch.arange(N, N - B, -1)[:, None]
+
+
+def extended(B: int, N: int) -> Tensor:
+    return torch.where(padding(B, N), 0.0, torch.finfo(torch.float32).min)[:, None, None]
+
+
+def causal(scores: Tensor, value: float) -> Tensor:
+    return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), value)
+
+
+# Masks for a batch size and a number of tokens, and attention with them
+MASKS: dict[str, tuple[Callable[[int, int], Tensor], Callable[..., Tensor]]] = {
+    "SDPA, padding": (padding, given(lambda mask, q: mask[:, None, None])),
+    "SDPA, expanded": (padding, given(lambda mask, q: mask.view(len(q), 1, 1, -1).expand(-1, 4, q.shape[2], -1))),
+    "SDPA, of pairs": (lambda B, N: torch.rand(B, 1, N, N) > 0.4, given(lambda mask, q: mask)),
+    "SDPA, 1 - mask": (
+        lambda B, N: padding(B, N).long(),
+        given(lambda mask, q: (1 - mask[:, None, None].to(q.dtype)) * torch.finfo(q.dtype).min),
+    ),
+    "SDPA, bias": (lambda B, N: torch.randn(B, 4, N, N), given(lambda mask, q: mask)),
+    "fill -inf": (padding, changed(lambda scores, mask: scores.masked_fill(~mask[:, None, None], -torch.inf))),
+    "fill -1e9": (
+        lambda B, N: padding(B, N)[:, None].float(),
+        changed(lambda s, m: s.masked_fill(m[:, :, None] == 0, -1e9)),
+    ),
+    "where": (padding, changed(lambda s, m: torch.where(m.reshape(len(s), 1, 1, -1), s, torch.finfo(s.dtype).min))),
+    "added": (extended, changed(lambda scores, mask: scores + mask)),
+    "bias [B, N, N]": (lambda B, N: torch.randn(B, N, N), changed(lambda scores, mask: scores + mask.unsqueeze(1))),
+    "causal": (lambda B, N: torch.ones(N, N).tril(), changed(lambda s, m: s.masked_fill(m == 0, -torch.inf))),
+    "causal and padding": (padding, changed(lambda s, m: causal(s, -1e9).masked_fill(~m[:, None, None], -1e9))),
+}
+
+
+class Masked(Packed):
+    def __init__(self, attends: Callable[..., Tensor], changes: Callable[..., Any] = lambda x, mask: (x, mask)) -> None:
+        super().__init__(32, 4)
+        self.attends, self.changes = attends, changes
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            return super().forward(x)
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        y, mask = self.changes(x, mask)
+        x = y + self.out(self.attends(q, k, v, mask).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+def assert_same_step(block: Any, original: Any, x: Tensor, mask: Tensor) -> None:
+    """Compares outputs, and the gradients of parameters, tokens and mask; only the outputs if some are NaN."""
+    results = []
+    for net in (block, original):
+        tensors = [x.clone().requires_grad_(), mask.clone().requires_grad_(mask.is_floating_point()), *net.parameters()]
+        y = net(*tensors[:2])
+        used = [each for each in tensors if each.requires_grad]
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), used, allow_unused=True)])
+    for a, b in list(zip(*results))[: 1 if results[1][0].isnan().any() else None]:
+        assert (a is None) is (b is None)
+        if a is not None:
+            assert torch.equal(a.isnan(), b.isnan())
+            assert (a - b).nan_to_num().norm() <= 1e-4 * b.nan_to_num().norm() + 1e-6
+
+
+@pytest.mark.fast_cases("SDPA, 1 - mask", "fill -inf", "added")
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_are_arguments(name: str) -> None:
+    """Calls use their masks, also masks that hide all keys; calls with a mask of another kind run the original."""
+    torch.manual_seed(0)
+    mask_of, attends = MASKS[name]
+    block, original = fused(Masked(attends), (X, mask_of(2, 20)))
+    for batch, tokens in ((2, 20), (3, 9), (1, 31)):
+        x, mask = torch.randn(batch, tokens, 32), mask_of(batch, tokens)
+        assert_same_step(block, original, x, mask)
+        with torch.no_grad():
+            assert runs_fused(block, functools.partial(block, x, mask)) or (
+                name == "causal and padding" and tokens != 20
+            )
+        lowest = torch.finfo(torch.float32).min if name == "added" else -torch.inf if "bias" in name else 0
+        mask[0] = lowest
+        if name == "SDPA, 1 - mask":  # torch's gradients of SDPA depend on its implementation
+            assert_equal(block(x, mask), original(x, mask))
+        else:
+            assert_same_step(block, original, x, mask)
+        assert_equal(block(x), original(x))
+    mask = mask_of(2, 20)
+    for other in (
+        mask.double() if name != "SDPA, bias" else mask[:1],
+        mask[:, None] if name == "added" else mask[None],
+    ):
+        results = []
+        for net in (block, original):
+            try:
+                results.append(net(X, other))
+            except (RuntimeError, TypeError, IndexError) as error:
+                results.append(str(error))
+        assert_equal(*results)
+    vit_fast.fuse(block, "sdpa")
+    assert len(vit_fast.freeze(block)) == 1
+    with torch.inference_mode():
+        for hidden in (mask, mask.index_fill(0, torch.tensor([0]), lowest)):
+            for net in (block, copy.deepcopy(block)):
+                torch.testing.assert_close(net(X, hidden), original(X, hidden), rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert_same_step(block, original, X, mask)
 
 
 @pytest.mark.slow

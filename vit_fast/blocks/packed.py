@@ -120,7 +120,8 @@ class Packed(Frozen):
             linears["proj"] = *attention.with_scale(attention.proj), None
             steps |= {"heads": attention.num_heads, "scale": attention.scale}
             steps["qk_norm"] = None if attention.qk_norm is None else attention.qk_norm.now()
-            steps["terms"] = None if attention.terms is None else attention.terms.now(torch.device("cpu"))
+            terms = None if attention.terms is None or attention.terms.per_call else attention.terms
+            steps["terms"] = None if terms is None else terms.now(torch.device("cpu"))
         if mlp is not None:
             linears["fc1"] = *mlp.fc1.tensors(), None, mlp.activation if mlp.gate is None else None
             linears["fc2"] = *mlp.with_scale(mlp.fc2), None
@@ -144,12 +145,19 @@ class Packed(Frozen):
 
 
 def run_packed(
-    blocks: Sequence[Packed], x: Tensor, rope: Rope | None, keys: Keys | None, outputs: int | None = None
-) -> Tensor:
-    """Runs blocks on [B, N, C] or [total, C]; the last one computes only the first `outputs` tokens (None: all)."""
+    blocks: Sequence[Packed], x: Tensor, rope: Rope | None, keys: Keys | None, outputs: int | None = None,
+    terms: ScoreTerms | None = None,
+) -> Tensor:  # fmt: skip
+    """Runs blocks on [B, N, C] or [total, C]; the last one computes only the first `outputs` tokens (None: all).
+
+    `terms` are those of a single block if they depend on the call.
+    """
     steps = [packed.steps() for packed in blocks]  # first, because operators wait while Python runs
     parts: tuple[Tensor, ...] = (x,)
-    if keys is None and (rope is None or rope.cos.ndim == 2):  # images can run in groups
+    if terms is not None:
+        attend = functools.partial(_attend_terms, "flash", _with_one_bias(terms))
+        steps = [SimpleNamespace(**vars(step) | {"attend": attend}) for step in steps]
+    elif keys is None and (rope is None or rope.cos.ndim == 2):  # images can run in groups
         width = max(step.width for step in steps)
         most = max(GROUP_BYTES, THREAD_BYTES * torch.get_num_threads())
         images = max(1, most // (x.shape[1] * width * x.element_size()))

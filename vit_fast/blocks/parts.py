@@ -122,7 +122,7 @@ class TermParts:
 
     A bias is a tensor [H or 1, N, M] or [1, H or 1, N, M]. With `index` [N, M], it is a table [T, H], or [H, T] if
     `heads_first`: bias[h, n, m] = table[index[n, m], h]. `freeze` computes terms from tables and from other tensors
-    (`Derived`) once, other calls each time.
+    (`Derived`) once, other calls each time. A bias that depends on arguments is [B or 1, H or 1, N or 1, N or 1].
     """
 
     bias: Slot | None = None
@@ -133,6 +133,7 @@ class TermParts:
     rel_w: Slot | None = None
     scale: Slot | None = None  # [H], the multiplier of q k^T, instead of AttentionParts.scale
     windows: Windows | None = None
+    per_call: bool = False  # True if the bias depends on arguments of forward
 
     @property
     def given(self) -> dict[str, Slot]:
@@ -146,9 +147,10 @@ class TermParts:
 
     @property
     def derived(self) -> list[str]:
-        """Names of the terms that are computed from other tensors."""
+        """Names of the terms that are computed from other tensors, apart from arguments."""
         looked_up = [] if self.index is None else ["bias"]
-        return [name for name, slot in self.given.items() if name in looked_up or isinstance(slot[0], Derived)]
+        given = {name: slot for name, slot in self.given.items() if name != "bias" or not self.per_call}
+        return [name for name, slot in given.items() if name in looked_up or isinstance(slot[0], Derived)]
 
     def term(self, name: str) -> Tensor:
         """Returns a term; computes it if it is derived."""
@@ -156,6 +158,14 @@ class TermParts:
         if name == "bias" and self.index is not None:
             index = tensor_of(*self.index)
             tensor = (tensor if self.heads_first else tensor.t())[:, index]  # on GPUs, the backward is deterministic
+        if name == "bias" and self.per_call:
+            if tensor.is_cuda or torch.is_autocast_enabled(tensor.device.type):
+                low = torch.finfo(tensor.dtype).min / 2  # finite also in bf16, and multiplied by log2(e)
+                with torch.no_grad():
+                    less = (low - tensor).relu().nan_to_num(posinf=0.0)  # -inf stays -inf
+                tensor = tensor + less
+            tokens = max(tensor.shape[-2:])
+            tensor = tensor.expand(-1, -1, tokens, tokens)
         return tensor
 
     def now(self, device: torch.device, computed: Sequence[Tensor] = ()) -> ScoreTerms:
@@ -323,7 +333,8 @@ def sources(attention: AttentionParts | None, mlp: MlpParts | None, every: bool 
         slots.append(half.layer_scale if every else None)
     slots += [slot for norm in norms if norm is not None for slot in norm.slots]
     slots += [slot for linear in linears if linear is not None for slot in (*linear.weights, *linear.biases)]
-    return [origin for slot in slots if slot is not None for origin in origins(slot)]
+    found = [origin for slot in slots if slot is not None for origin in origins(slot)]
+    return [slot for slot in found if not isinstance(slot[0], Argument)]
 
 
 def origins(slot: Slot) -> tuple[Slot, ...]:
@@ -331,6 +342,11 @@ def origins(slot: Slot) -> tuple[Slot, ...]:
     if not isinstance(slot[0], Derived) or type(slot[0]) is Argument:
         return (slot,)
     return tuple(origin for each in slot[0].slots for origin in origins(each))
+
+
+def arguments_of(slot: Slot) -> set[int]:
+    """Returns the numbers of the arguments that a slot depends on."""
+    return {owner.number for owner, _ in origins(slot) if isinstance(owner, Argument)}
 
 
 def tensors_of(owner: nn.Module) -> tuple[Any, Any]:
@@ -362,10 +378,13 @@ def tensor_of(owner: nn.Module, name: str) -> Any:
 
 def bound(parts: AttentionParts | None, tensors: Sequence[Tensor]) -> AttentionParts | None:
     """Returns an attention half whose arguments are the tensors of a call."""
-    if parts is None or parts.rope is None:
-        return parts
-    cos, sin = (_bound(slot, tensors) for slot in (parts.rope.cos, parts.rope.sin))
-    return replace(parts, rope=replace(parts.rope, cos=cos, sin=sin))
+    if parts is not None and parts.rope is not None:
+        cos, sin = (_bound(slot, tensors) for slot in (parts.rope.cos, parts.rope.sin))
+        parts = replace(parts, rope=replace(parts.rope, cos=cos, sin=sin))
+    if parts is not None and parts.terms is not None and parts.terms.per_call:
+        assert parts.terms.bias is not None
+        parts = replace(parts, terms=replace(parts.terms, bias=_bound(parts.terms.bias, tensors)))
+    return parts
 
 
 def _bound(slot: Slot, tensors: Sequence[Tensor]) -> Slot:

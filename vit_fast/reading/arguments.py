@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from .calls import Call
 # Size of a dimension: a number, or an axis of the tokens, and how much smaller than this axis it is
 Tie = int | tuple[int, int]
 Ties = tuple[tuple[Tie, ...], ...]  # of each tensor
+LOWEST = -3e38  # less than any score; bf16 and fp32 contain it
 PREFIX = 16  # most leading tokens that a tensor may leave out, e.g. class token and registers
 
 
@@ -70,25 +71,36 @@ def fits(ties: Ties, shape: Sequence[int], tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-def random_like(tensors: Sequence[Tensor], ties: Ties, shape: Sequence[int], seed: int = 3) -> list[Tensor]:
-    """Returns tensors in fp64 for tokens of a shape: random numbers and values of the tensors of the example."""
+def random_like(
+    tensors: Sequence[Tensor], ties: Ties, shape: Sequence[int], masks: Collection[int] = (), seed: int = 3
+) -> list[Tensor]:
+    """Returns tensors in fp64 for tokens of a shape: random numbers and values of the tensors of the example.
+
+    Tensors of zeros and ones stay such tensors. The tensors whose numbers are `masks` have rows that hide all keys.
+    """
     generator = torch.Generator().manual_seed(seed)
     found = []
-    for tensor, sizes in zip(tensors, sizes_for(ties, shape)):
-        if not all(type(size) is int for size in sizes):
+    for number, (tensor, sizes) in enumerate(zip(tensors, sizes_for(ties, shape))):
+        if not all(type(size) is int for size in shape):  # symbolic: values have no effect
             found.append(torch.zeros(sizes, dtype=tensor.dtype))
             continue
         values = tensor.detach().cpu().flatten()
         picked = values[torch.randint(max(len(values), 1), sizes, generator=generator)] if len(values) else values
-        if tensor.dtype == torch.bool and picked.numel() > 1:
-            picked = torch.rand(sizes, generator=generator) > 0.4
-            picked[..., 0], picked[..., -1] = True, False
+        is_boolean = bool(((values == 0) | (values == 1)).all()) and (tensor.dtype != torch.float or bool(values.any()))
+        if is_boolean and picked.numel() > 1:
+            picked = (torch.rand(sizes, generator=generator) > 0.4).to(tensor.dtype)
+            if picked.shape[-1:] > (1,):
+                picked[..., 0], picked[..., -1] = 1, 0
         elif tensor.is_floating_point() or tensor.is_complex():
             dtype = torch.complex128 if tensor.is_complex() else torch.float64
             random = torch.randn(sizes, generator=generator, dtype=dtype)
             mixed = torch.where(torch.rand(sizes, generator=generator) < 0.5, random, picked.to(dtype))
             mixed[..., :1] = random[..., :1]  # a row of a mask is not -inf everywhere
             picked = mixed
+        if number in masks and picked.numel() > 1:
+            rows = picked.flatten(0, -2)
+            rows[0], rows[-1] = (0, 1) if is_boolean or not picked.is_floating_point() else (-torch.inf, LOWEST)
+            picked = rows
         found.append(picked.reshape(sizes))
     return found
 
@@ -101,9 +113,10 @@ class Probe:
     tensors: Sequence[Tensor] = ()  # of the example
     ties: Ties = ()
     dtype: torch.dtype | None = None  # of floating-point tensors; None means that of the tokens
+    masks: Collection[int] = ()  # see `random_like`
 
     def others(self, x: Tensor) -> list[Tensor]:
-        found = random_like(self.tensors, self.ties, x.shape)
+        found = random_like(self.tensors, self.ties, x.shape, self.masks)
         return [each.to(dtype) for each, dtype in zip(found, self.dtypes(x.dtype))]
 
     def dtypes(self, of_tokens: torch.dtype) -> list[torch.dtype]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,26 +12,68 @@ from ..blocks.computed import DEVICE, DTYPE, LARGEST, RESULT, Computed, Step
 from ..blocks.parts import Slot
 from .capture import CREATORS, Graph, UnreadableError, operator_of
 
+_FIXES_SIZES = {"view", "_unsafe_view", "reshape", "expand", "slice"}  # their arguments may be sizes of the capture
 _VIEWS = {"slice", "select", "view", "unsqueeze", "squeeze", "transpose", "permute", "alias", "diagonal"}
 
 
-def computed(graph: Graph, node: fx.Node) -> Slot:
-    """Returns the slot of a node's tensor; raises UnreadableError if the tensor depends on the tokens."""
+def computed(graph: Graph, node: fx.Node, any_size: bool = False) -> Slot:
+    """Returns the slot of a node's tensor; raises UnreadableError if the tensor depends on the tokens.
+
+    With `any_size`, leaves out operators that only change dimensions, so that the tensor may have another shape.
+    """
     if node in graph.slots:
         return graph.slots[node]
-    wanted = _sources(graph, node)
+    wanted = _sources(graph, node, any_size)
     read = [each for each in wanted if each in graph.slots]
-    made = [each for each in wanted if each not in graph.slots]
+    made = [each for each in wanted if each not in graph.slots and not (any_size and _only_reshapes(graph, each))]
     numbers = {each: i for i, each in enumerate((*read, *made))}
+    for each in wanted:
+        if each not in numbers:
+            numbers[each] = numbers[each.args[0]]  # type: ignore[index]
     slots = tuple(graph.slots[each] for each in read)
     return _slot(graph, slots, tuple(_step(graph, each, numbers) for each in made), numbers[node])
 
 
+def _only_reshapes(graph: Graph, node: fx.Node) -> bool:
+    """Returns True if an operator with fixed sizes returns the numbers of its input, or repeats them."""
+    if operator_of(node) not in _FIXES_SIZES:
+        return False
+    value, source = graph.values[node], graph.values[node.args[0]]  # type: ignore[index]
+    return operator_of(node) == "expand" or torch.equal(value.flatten(), source.flatten())
+
+
 def derived(graph: Graph, slots: Sequence[Slot], name: str, *args: Any, **kwargs: Any) -> Slot:
-    """Returns the slot of an operator's result; its first arguments are the tensors at `slots`."""
-    results = tuple((RESULT, i) for i in range(len(slots)))
-    step = name, (*results, *(_encoded(each, {}) for each in args)), tuple(kwargs.items())
-    return _slot(graph, tuple(slots), (step,), len(slots))
+    """Returns the slot of an operator's result; its first arguments are the tensors at `slots`.
+
+    Steps of these slots become steps of the result, equal ones once.
+    """
+    read: dict[Slot, int] = {}
+    steps: dict[Any, int] = {}  # results of steps have numbers from 0, and `read` negative ones
+    writes = any(step[0].partition(".")[0].endswith("_") for slot in slots for step in getattr(slot[0], "steps", ()))
+
+    def number(slot: Slot) -> int:
+        if not isinstance(slot[0], Computed):
+            return ~read.setdefault(slot, len(read))
+        numbers = [number(each) for each in slot[0].slots]
+        for step in slot[0].steps:
+            renamed = _renumbered(step, numbers.__getitem__)
+            numbers.append(steps.setdefault((renamed, len(steps)) if writes else renamed, len(steps)))
+        return numbers[slot[0].output]
+
+    results = tuple((RESULT, number(slot)) for slot in slots)
+    last = name, (*results, *(_encoded(each, {}) for each in args)), tuple(kwargs.items())
+    every = [*((key[0] for key in steps) if writes else steps), last]
+    ordered = tuple(_renumbered(step, lambda i: i + len(read) if i >= 0 else ~i) for step in every)
+    return _slot(graph, tuple(read), ordered, len(read) + len(every) - 1)
+
+
+def _renumbered(given: Any, number: Callable[[int], int]) -> Any:
+    """Returns a step, or a part of one, with other numbers of results."""
+    if not isinstance(given, tuple):
+        return given
+    if len(given) == 2 and given[0] == RESULT:
+        return RESULT, number(given[1])
+    return tuple(_renumbered(each, number) for each in given)
 
 
 def _slot(graph: Graph, slots: tuple[Slot, ...], steps: tuple[Step, ...], output: int) -> Slot:
@@ -42,7 +84,7 @@ def _slot(graph: Graph, slots: tuple[Slot, ...], steps: tuple[Step, ...], output
     return Computed(slots, steps, output, like), "value"
 
 
-def _sources(graph: Graph, node: fx.Node) -> list[fx.Node]:
+def _sources(graph: Graph, node: fx.Node, any_size: bool) -> list[fx.Node]:
     """Returns what a node is computed from, in order, with the nodes that write into these tensors."""
     wanted: set[fx.Node] = set()
     stack = [node]
@@ -51,7 +93,8 @@ def _sources(graph: Graph, node: fx.Node) -> list[fx.Node]:
         if graph.is_live(each):
             raise UnreadableError("its scores are changed by a bias, mask or scale that depends on its tokens")
         wanted.add(each)
-        sources = [] if operator_of(each) in CREATORS else each.all_input_nodes
+        is_filled = operator_of(each) in CREATORS and not (any_size and operator_of(each).endswith("_like"))
+        sources = [] if is_filled else each.all_input_nodes
         stack += [source for source in sources if source not in wanted]
         if not stack:
             stack = [write for write in graph.nodes if write not in wanted and _writes_into(graph, write, wanted)]
@@ -70,7 +113,8 @@ def _writes_into(graph: Graph, node: fx.Node, wanted: set[fx.Node]) -> bool:
 
 def _step(graph: Graph, node: fx.Node, numbers: dict[fx.Node, int]) -> Step:
     value = graph.values[node]
-    if node.op == "get_attr" or operator_of(node) in CREATORS:
+    is_like = operator_of(node).endswith("_like") and node.args[0] in numbers
+    if node.op == "get_attr" or (operator_of(node) in CREATORS and not is_like):
         if not isinstance(value, Tensor) or value.numel() == 0 or (node.op == "get_attr" and value.numel() > 1):
             raise UnreadableError("its forward contains a constant tensor")
         fill = value.flatten()[0].item()

@@ -18,7 +18,7 @@ from ..blocks.packed import packed_for, run_packed
 from ..blocks.parts import Argument, AttentionParts, BlockParts, Derived, MlpParts, bound, origins
 from ..blocks.reading import Reader
 from ..ops.attention import attend_as_torch
-from ..ops.registration import needs_gradient
+from ..ops.registration import matmul_dtype, needs_gradient
 from .arguments import Ties, fits
 from .calls import Call, Kind, attributes_of, drop_slots, state_of, structure_of
 from .matcher import Reading
@@ -41,6 +41,7 @@ class Recipe:
     ties: Ties  # of the sizes of other tensors
     dtypes: tuple[Dtypes, ...]
     trains: bool  # True if training mode computes the same as evaluation mode, apart from dropout
+    differentiates: bool  # True if the gradients are equal also for masks that hide all keys of a query
 
     def reading(self, module: nn.Module) -> Reading:
         return Reading(attached(module, self.attention), attached(module, self.mlp), self.layout, self.uses_sdpa)
@@ -148,10 +149,18 @@ class ReadModule(Created, FusedNormMlp):
         rope = None if attention is None or attention.rope is None else attention.rope.now()
         if rope is not None and needs_gradient(rope.cos, rope.sin):  # kernels do not compute gradients of tables
             return super().forward(*args, **kwargs)
+        terms = attention.terms if attention is not None and attention.terms and attention.terms.per_call else None
+        if terms is not None:
+            frozen = parts.frozen is not None and needs_gradient(*others)
+            frozen = frozen or (not recipe.differentiates and needs_gradient(x, *others, *self.parameters()))
+            # in fp16, torch's function cannot return the mean of all values for a query whose keys are all masked
+            if frozen or (matmul_dtype(x) == torch.float16 and self.vit_fast_backend == "sdpa"):
+                return super().forward(*args, **kwargs)
+            parts = replace(parts, attention=attention)
         reading = Reading(attention, mlp, recipe.layout)
         y, backend = reading.batched(x), self.vit_fast_backend
         if backend == "sdpa" and (packed := packed_for(parts, y)) is not None:
-            y = run_packed([packed], y, rope, None)
+            y = run_packed([packed], y, rope, None, terms=None if terms is None else terms.now(x.device))
         elif attention is not None and parts.is_pre_norm:
             y = self.run_as_block(parts, y, functools.partial(run_attention, attention, backend=backend), rope=rope)
         else:

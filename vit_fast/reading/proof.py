@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.block import run_halves
-from ..blocks.parts import Argument, Derived, Slot, bound, origins, tensor_at
+from ..blocks.parts import Argument, Derived, Slot, arguments_of, bound, origins, tensor_at
 from .arguments import Probe
 from .calls import drop_slots
 from .capture import Graph, UnreadableError, tokens_like
@@ -47,9 +47,11 @@ def check_complete(graph: Graph, reading: Reading, names: Sequence[int | str]) -
     """Raises UnreadableError if the output depends on a tensor of the module that is not among the parts."""
     slots = [origin for half in (reading.attention, reading.mlp) for slot in slots_of(half) for origin in origins(slot)]
     held = {id(tensor_at(slot)) for slot in slots}
-    constant = (replace(reading.attention, rope=None) if reading.attention else None, reading.mlp)
-    if any(isinstance(owner, Argument) for slot in slots_of(constant) for owner, _ in origins(slot)):
-        raise UnreadableError("its linear layers, norms, biases or masks depend on an argument")
+    constant = reading.attention and replace(reading.attention, rope=None)
+    if constant is not None and constant.terms is not None and constant.terms.per_call:
+        constant = replace(constant, terms=replace(constant.terms, bias=None))
+    if any(arguments_of(slot) for slot in slots_of((constant, reading.mlp))):
+        raise UnreadableError("its linear layers, norms, scales or windows depend on an argument")
     for node in graph.nodes:
         if node in graph.slots and node in graph.ancestors[graph.nodes[-1]]:
             owner, name = graph.slots[node]
@@ -65,21 +67,28 @@ def prove(copied: nn.Module, call: Probe, reading: Reading, shape: tuple[int, ..
     for parameter in parameters:
         parameter.requires_grad_(parameter.is_floating_point())
     results: list[list[Any]] = []
-    runs: tuple[Callable[[Tensor], Tensor], ...] = (
-        lambda x: call.run(copied, x),
-        lambda x: run_reading(reading, x, "eager", call.others(x)),
+    runs: tuple[Callable[..., Tensor], ...] = (
+        lambda x, *others: call.call.run(copied, x, *others),
+        lambda x, *others: run_reading(reading, x, "eager", others),
     )
+    masks = masks_of(reading)
     for run in runs:
-        given = x.clone().requires_grad_()
-        y = run(given)
+        given, others = x.clone().requires_grad_(), call.others(x)
+        floats = [each.requires_grad_() for i, each in enumerate(others) if i in masks and each.is_floating_point()]
+        y = run(given, *others)
         weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=y.dtype)
-        gradients = torch.autograd.grad((y * weight).sum(), [given, *parameters], allow_unused=True)
+        gradients = torch.autograd.grad((y * weight).sum(), [given, *floats, *parameters], allow_unused=True)
         results.append([y.detach() - reading.base(x), *gradients])
-    names = ["outputs", "gradients of its tokens", *(f"gradients of {name}" for name, _ in copied.named_parameters())]
+    names = ["outputs", "gradients of its tokens", *["gradients of its mask"] * len(floats)]
+    names += [f"gradients of {name}" for name, _ in copied.named_parameters()]
     # gradients that are zero up to rounding, e.g. of the bias of keys, or of keys of a saturated softmax
-    zero = 1e-8 + 1e-12 * magnitude * max(float(each.norm()) for each in results[0][1:] if each is not None)
+    zero = 1e-8 + 1e-12 * magnitude * max(
+        float(each.nan_to_num().norm()) for each in results[0][1:] if each is not None
+    )
+    if results[0][0].isnan().any():  # then so are gradients, for example because of a mask that hides all keys
+        names = names[:1]
     for name, a, b in zip(names, *results):
-        if (a is None) is not (b is None) or (a is not None and not _is_near(b, a, 10 * LIMITS[torch.float64], zero)):
+        if (a is None) is not (b is None) or (a is not None and not _is_same(b, a, 10 * LIMITS[torch.float64], zero)):
             raise UnreadableError(f"its parts were read, but the {name} of module and parts differ")
 
 
@@ -88,22 +97,23 @@ def prove_in_contexts(copied: nn.Module, call: Probe, reading: Reading, x: Tenso
     other = x.transpose(0, 1).contiguous().transpose(0, 1)
     invalid = x.clone()
     invalid.view(-1)[0] = torch.nan
-    for name, given, enabled in (
-        ("under autocast", x, True),
-        ("of other strides", other, False),
-        ("of NaN", invalid, False),
+    hiding = replace(call, masks=masks_of(reading))
+    for name, given, enabled, probe in (
+        ("under autocast", x, True, call),
+        ("of other strides", other, False, call),
+        ("of NaN", invalid, False, call),
+        ("of masks that hide all keys", x, False, hiding),
     ):
         before = [(device, torch.is_autocast_enabled(device)) for device in ("cpu", "cuda")]
         for device, _ in before:
             torch.set_autocast_enabled(device, enabled)  # leaves fp64 as it is
         try:
             with torch.no_grad():
-                expected, found = call.run(copied, given), run_reading(reading, given, "eager", call.others(given))
+                expected, found = probe.run(copied, given), run_reading(reading, given, "eager", probe.others(given))
         finally:
             for device, was_enabled in before:
                 torch.set_autocast_enabled(device, was_enabled)
-        same = torch.equal(expected.isnan(), found.isnan())
-        if not same or not _is_near(found.nan_to_num(), expected.nan_to_num(), 10 * LIMITS[torch.float64]):
+        if not _is_same(found, expected, 10 * LIMITS[torch.float64]):
             raise UnreadableError(f"its parts were read, but the outputs {name} of module and parts differ")
 
 
@@ -121,6 +131,17 @@ def prove_other_weights(copied: nn.Module, call: Probe, reading: Reading, x: Ten
                 raise UnreadableError("its parts were read, but the outputs for large or negative weights differ")
 
 
+def masks_of(reading: Reading) -> set[int]:
+    """Returns the numbers of the arguments that change scores."""
+    terms = None if reading.attention is None else reading.attention.terms
+    return set() if terms is None or terms.bias is None else arguments_of(terms.bias)
+
+
+def _is_same(a: Tensor, b: Tensor, limit: float, zero: float = 1e-8) -> bool:
+    """Returns True if tensors agree and are NaN at the same places."""
+    return torch.equal(a.isnan(), b.isnan()) and _is_near(a.nan_to_num(), b.nan_to_num(), limit, zero)
+
+
 def _is_near(a: Tensor, b: Tensor, limit: float, zero: float = 1e-8) -> bool:
     return a.shape == b.shape and bool((a - b).norm() <= limit * b.norm() + zero)
 
@@ -132,13 +153,21 @@ def proved_dtypes(copied: nn.Module, call: Probe, reading: Reading, shape: tuple
         copied._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # noqa: B023
         x = tokens_like(shape).to(dtype)
         base = reading.base(x)
+        masks = masks_of(reading)
         for of_others in dict.fromkeys((None, torch.float32)) if call.tensors else (None,):
-            probe = replace(call, dtype=of_others)
-            try:
-                y, expected = run_reading(reading, x, "eager", probe.others(x)), probe.run(copied, x)
-            except (RuntimeError, TypeError, UnreadableError):
-                continue
-            if y.dtype is expected.dtype is dtype and _is_near(y - base, expected - base, limit):
+            for hiding in (masks, ()) if masks else ((),):
+                probe = replace(call, dtype=of_others, masks=hiding)
+                try:
+                    y, expected = run_reading(reading, x, "eager", probe.others(x)), probe.run(copied, x)
+                except (RuntimeError, TypeError, ValueError, UnreadableError):
+                    break
+                if (
+                    y.dtype is not dtype
+                    or expected.dtype is not dtype
+                    or not _is_same(y - base, expected - base, limit)
+                ):
+                    break
+            else:
                 found.append((dtype, *probe.dtypes(dtype)))
     return tuple(found)
 

@@ -22,6 +22,7 @@ from .matcher import Reading, read_graph
 from .proof import (
     check_complete,
     is_same_in_training,
+    masks_of,
     prove,
     prove_in_contexts,
     prove_other_weights,
@@ -136,7 +137,11 @@ def _proved(
             prove(copied, call, reading, (*probe[:i], 1, *probe[i + 1 :]))
         except UnreadableError:
             allowed = (*allowed[:i], shape[i], *allowed[i + 1 :])
-    tokens = tokens_like(probe)
+    tokens, differentiates = tokens_like(probe), True
+    try:
+        prove(copied, replace(call, masks=masks_of(reading)), reading, probe)
+    except UnreadableError:
+        differentiates = reading.uses_sdpa  # whose implementations in torch differ in these gradients
     prove_in_contexts(copied, call, reading, tokens)
     prove_other_weights(copied, call, reading, tokens)
     reading = with_drop_paths(copied, call, reading, tokens)
@@ -145,8 +150,9 @@ def _proved(
     with torch.no_grad():
         dtypes = proved_dtypes(copied, call, reading, probe)
     return Recipe(
-        attention, mlp, reading.layout, reading.uses_sdpa, reading.kind, call.call, allowed, call.ties, dtypes, trains
-    )
+        attention, mlp, reading.layout, reading.uses_sdpa, reading.kind, call.call, allowed, call.ties, dtypes, trains,
+        differentiates,
+    )  # fmt: skip
 
 
 def read_model(model: nn.Module, example: Any, is_known: Callable[[nn.Module], bool]) -> Found:

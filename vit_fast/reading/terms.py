@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ..blocks.computed import DEVICE, DTYPE
-from ..blocks.parts import Slot, TermParts, Windows, tensor_at
+from ..blocks.parts import Slot, TermParts, Windows, arguments_of, tensor_at
 from .capture import Graph, UnreadableError, operator_of
 from .constants import computed, derived
 from .elements import MATMULS, TOLERANCE, Core
@@ -28,21 +28,27 @@ def terms_of(graph: Graph, core: Core, tokens: Tensor, heads: int, keys: int) ->
     """
     count = tokens[0, ..., 0].numel()
     groups = count // keys
-    placed = [_placed(graph, slot, groups, heads, keys) for slot in _added(graph, core, keys)]
-    if None in placed:
-        return
+    placed = []
+    for slot, hides in _added(graph, core, keys, (len(tokens), heads, count, keys)):
+        found = _placed(graph, slot, groups, heads, keys)
+        if found is None:
+            return
+        placed.append((*found, hides))
     bias, mask = (
-        functools.reduce(lambda a, b: derived(graph, (a, b), "add.Tensor"), same) if same else None
-        for same in ([slot for slot, found in filter(None, placed) if found is is_mask] for is_mask in (False, True))
+        _sum(graph, [(slot, hides) for slot, found, hides in placed if found is is_mask]) for is_mask in (False, True)
     )
-    terms = TermParts(bias, window_mask=mask, scale=_head_scale(graph, core, heads))
-    if bias is not None:
+    per_call = bias is not None and groups == 1 and bool(arguments_of(bias))
+    if bias is not None and per_call and core.scores is not None:  # softmax, unlike SDPA, returns NaN without keys
+        largest = derived(graph, (bias,), "amax.default", (-1,), True)
+        bias = derived(graph, (bias, derived(graph, (largest,), "mul.Scalar", 0.0)), "add.Tensor")
+    terms = TermParts(bias, window_mask=mask, scale=_head_scale(graph, core, heads), per_call=per_call)
+    if bias is not None and not per_call:
         terms = next(_tables(graph, core, terms, tensor_at(bias)), terms)
     windows = [None] if groups == 1 else _windows(tokens, keys)
     pairs = itertools.permutations(_rel(graph, core, keys) or (None, None))
     for (rel_h, rel_w), window in itertools.product(pairs, windows):
-        found = replace(terms, windows=window, rel_h=rel_h, rel_w=rel_w)
-        yield found if found.slots or window else None
+        every = replace(terms, windows=window, rel_h=rel_h, rel_w=rel_w)
+        yield every if every.slots or window else None
 
 
 def _tables(graph: Graph, core: Core, terms: TermParts, bias: Tensor) -> Iterator[TermParts]:
@@ -60,27 +66,62 @@ def _tables(graph: Graph, core: Core, terms: TermParts, bias: Tensor) -> Iterato
                 yield found
 
 
-def _added(graph: Graph, core: Core, keys: int) -> Iterator[Slot]:
-    """Yields what a core adds to its scores, apart from `_rel`; -inf where a mask hides keys."""
+def _sum(graph: Graph, slots: list[tuple[Slot, bool]]) -> Slot | None:
+    """Returns the sum of slots; keys that several masks hide count once."""
+    found: Slot | None = None
+    for slot, hides in sorted(slots, key=lambda each: not each[1]):
+        found = slot if found is None else derived(graph, (found, slot), "minimum.default" if hides else "add.Tensor")
+    return found
+
+
+def _added(graph: Graph, core: Core, keys: int, shape: tuple[int, int, int, int]) -> Iterator[tuple[Slot, bool]]:
+    """Yields what a core adds to its scores [B, H, N, M] of a shape, apart from `_rel`, and True if it hides keys."""
     if core.is_causal:
         hidden = derived(graph, (), "full.default", (keys, keys), -INFINITY, dtype=(DTYPE,), device=(DEVICE,))
-        yield derived(graph, (hidden,), "triu.default", 1)
+        yield derived(graph, (hidden,), "triu.default", 1), True
     by_rel = _rel(graph, core, keys)
     for node, sign in _addends(graph, core):
         if not by_rel or not graph.is_live(node):
-            slot = computed(graph, node)
+            slot = _slot_of(graph, core, node, shape)
             hides = node is core.mask and tensor_at(slot).dtype == torch.bool
             slot = _hidden(graph, slot, -INFINITY, False) if hides else slot
-            yield slot if sign > 0 else derived(graph, (slot,), "neg.default")
+            yield slot if sign > 0 else derived(graph, (slot,), "neg.default"), hides
     inside = {core.product, *core.path(graph)}
     for node in core.path(graph):
         args: Any = node.args
         if operator_of(node) == "masked_fill":
-            yield _hidden(graph, computed(graph, args[1]), _number(graph, args[2]))
+            yield _hidden(graph, _slot_of(graph, core, args[1], shape), _number(graph, args[2])), True
         elif operator_of(node) == "where":
             is_scores = args[1] in inside  # where the condition is True
             value = _number(graph, args[2 if is_scores else 1])
-            yield _hidden(graph, computed(graph, args[0]), value, not is_scores)
+            yield _hidden(graph, _slot_of(graph, core, args[0], shape), value, not is_scores), True
+
+
+def _slot_of(graph: Graph, core: Core, node: fx.Node, shape: tuple[int, int, int, int]) -> Slot:
+    """Returns the slot of a constant; of a tensor that depends on arguments, as [B or 1, H or 1, N or 1, M or 1]."""
+    slot = computed(graph, node)
+    if not arguments_of(slot) or shape[2] != shape[3]:
+        return slot
+    scores: Any = core.product if core.product is not None else core.node
+    lead = graph.values[scores].shape[:-2]
+    target = graph.values[node].expand(*lead, *shape[2:]).reshape(shape[0], -1, *shape[2:])
+    for any_size in (True, False):
+        with contextlib.suppress(RuntimeError):
+            slot = computed(graph, node, any_size)
+            sizes = tensor_at(slot).shape
+            if len(sizes) == 3 and len(lead) == 1 and sizes[0] == shape[0] * shape[1]:
+                slot = derived(graph, (slot,), "unflatten.int", 0, (-1, shape[1]))
+            value = tensor_at(slot)
+            for axes in itertools.permutations(range(4), value.dim()):  # of [B, H, N, M]
+                if any(size not in (1, shape[axis]) for size, axis in zip(value.shape, axes)):
+                    continue
+                order = sorted(range(value.dim()), key=axes.__getitem__)
+                placed = derived(graph, (slot,), "permute.default", tuple(order)) if order != sorted(order) else slot
+                for axis in sorted({0, 1, 2, 3}.difference(axes)):
+                    placed = derived(graph, (placed,), "unsqueeze.default", axis)
+                if torch.equal(tensor_at(placed).expand(target.shape), target):
+                    return placed
+    raise UnreadableError("the shape of its mask is not [batch, heads, queries, keys] or a part of it")
 
 
 def _addends(graph: Graph, core: Core) -> Iterator[tuple[Any, int]]:
@@ -112,7 +153,9 @@ def _rel(graph: Graph, core: Core, keys: int) -> list[Slot]:
 
 def _hidden(graph: Graph, mask: Slot, value: float, where: bool = True) -> Slot:
     """Returns the slot of a tensor that is `value` where the mask is True, or False, and 0 elsewhere."""
-    zeros = derived(graph, (mask,), "zeros_like.default", dtype=(DTYPE,))
+    per_call = bool(arguments_of(mask))  # in fp32, because no value of fp16 hides keys of all scores
+    zeros = derived(graph, (mask,), "zeros_like.default", dtype=torch.float32 if per_call else (DTYPE,))
+    value = -1e30 if per_call and -INFINITY < value < -1e3 else value
     hides = mask if where else derived(graph, (mask,), "logical_not.default")
     return derived(graph, (zeros, hides), "masked_fill.Scalar", value)
 
@@ -126,6 +169,8 @@ def _number(graph: Graph, given: Any) -> float:
 
 def _placed(graph: Graph, slot: Slot, groups: int, heads: int, keys: int) -> tuple[Slot, bool] | None:
     """Returns the slot as bias [H or 1, N, M], or as window mask [W, N, M] with True; None if it is neither."""
+    if groups == 1 and arguments_of(slot):
+        return slot, False
     shape = [1, 1, 1, 1, *tensor_at(slot).shape]
     lead, (a, b, n, m) = shape[:-4], shape[-4:]
     if math.prod(lead) > 1 or n not in (1, keys) or m not in (1, keys):
@@ -164,6 +209,7 @@ def factor_of(graph: Graph, core: Core, heads: int, scale: Slot | None) -> float
     if scale is not None:
         slope = slope.reshape(-1, heads, *slope.shape[-2:]) / tensor_at(scale)[:, None, None]
     found = slope.flatten()[(slope.isfinite() & (zeros.abs() < 1e6).reshape(slope.shape)).flatten()]
+    found = found[found != 0]  # masks may insert numbers
     if not found.numel() or not bool((found - found[0]).abs().max() <= TOLERANCE * found[0].abs()):
         return None
     return float(found[0])
