@@ -120,8 +120,8 @@ class Packed(Frozen):
             linears["proj"] = *attention.with_scale(attention.proj), None
             steps |= {"heads": attention.num_heads, "scale": attention.scale}
             steps["qk_norm"] = None if attention.qk_norm is None else attention.qk_norm.now()
-            terms = None if attention.terms is None or attention.terms.per_call else attention.terms
-            steps["terms"] = None if terms is None else terms.now(torch.device("cpu"))
+            if attention.terms is not None and not attention.terms.per_call:
+                steps["terms"] = attention.terms.now(torch.device("cpu"))
         if mlp is not None:
             linears["fc1"] = *mlp.fc1.tensors(), None, mlp.activation if mlp.gate is None else None
             linears["fc2"] = *mlp.with_scale(mlp.fc2), None
@@ -146,12 +146,9 @@ class Packed(Frozen):
 
 def run_packed(
     blocks: Sequence[Packed], x: Tensor, rope: Rope | None, keys: Keys | None, outputs: int | None = None,
-    terms: ScoreTerms | None = None,
+    terms: ScoreTerms | None = None,  # of a single block, if they depend on the call
 ) -> Tensor:  # fmt: skip
-    """Runs blocks on [B, N, C] or [total, C]; the last one computes only the first `outputs` tokens (None: all).
-
-    `terms` are those of a single block if they depend on the call.
-    """
+    """Runs blocks on [B, N, C] or [total, C]; the last one computes only the first `outputs` tokens (None: all)."""
     steps = [packed.steps() for packed in blocks]  # first, because operators wait while Python runs
     parts: tuple[Tensor, ...] = (x,)
     if terms is not None:

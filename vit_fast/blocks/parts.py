@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Argument(Derived):
 
     def compute(self) -> Tensor:
         if self.tensor is None:
-            raise RuntimeError(f"argument {self.number} must be bound to a call: use bound()")
+            raise RuntimeError(f"argument {self.number} must be bound to a call: use `bound`")
         return self.tensor
 
 
@@ -344,11 +344,6 @@ def origins(slot: Slot) -> tuple[Slot, ...]:
     return tuple(origin for each in slot[0].slots for origin in origins(each))
 
 
-def arguments_of(slot: Slot) -> set[int]:
-    """Returns the numbers of the arguments that a slot depends on."""
-    return {owner.number for owner, _ in origins(slot) if isinstance(owner, Argument)}
-
-
 def tensors_of(owner: nn.Module) -> tuple[Any, Any]:
     if torch.compiler.is_compiling():
         return owner.weight, owner.bias
@@ -374,24 +369,3 @@ def tensor_of(owner: nn.Module, name: str) -> Any:
         return own[name]
     parameters = own["_parameters"]
     return parameters[name] if name in parameters else getattr(owner, name)  # may now be a buffer
-
-
-def bound(parts: AttentionParts | None, tensors: Sequence[Tensor]) -> AttentionParts | None:
-    """Returns an attention half whose arguments are the tensors of a call."""
-    if parts is not None and parts.rope is not None:
-        cos, sin = (_bound(slot, tensors) for slot in (parts.rope.cos, parts.rope.sin))
-        parts = replace(parts, rope=replace(parts.rope, cos=cos, sin=sin))
-    if parts is not None and parts.terms is not None and parts.terms.per_call:
-        assert parts.terms.bias is not None
-        parts = replace(parts, terms=replace(parts.terms, bias=_bound(parts.terms.bias, tensors)))
-    return parts
-
-
-def _bound(slot: Slot, tensors: Sequence[Tensor]) -> Slot:
-    owner, name = slot
-    if type(owner) is Argument:
-        return Argument(owner.number, tensors[owner.number]), name
-    if isinstance(owner, Derived):
-        slots = tuple(_bound(each, tensors) for each in owner.slots)
-        return replace(owner, slots=slots), name  # type: ignore[type-var]  # a dataclass
-    return slot

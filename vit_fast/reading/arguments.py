@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from ..blocks.parts import Argument, AttentionParts, Derived, Slot, origins
 from .calls import Call
 
 # Size of a dimension: a number, or an axis of the tokens, and how much smaller than this axis it is
@@ -128,3 +129,29 @@ class Probe:
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         return self.call.run(module, x, *self.others(x))
+
+
+def arguments_of(slot: Slot) -> set[int]:
+    """Returns the numbers of the arguments that a slot depends on."""
+    return {owner.number for owner, _ in origins(slot) if isinstance(owner, Argument)}
+
+
+def bound(parts: AttentionParts | None, tensors: Sequence[Tensor]) -> AttentionParts | None:
+    """Returns an attention half whose arguments are the tensors of a call."""
+    if parts is not None and parts.rope is not None:
+        cos, sin = (_bound(slot, tensors) for slot in (parts.rope.cos, parts.rope.sin))
+        parts = replace(parts, rope=replace(parts.rope, cos=cos, sin=sin))
+    if parts is not None and parts.terms is not None and parts.terms.per_call:
+        assert parts.terms.bias is not None
+        parts = replace(parts, terms=replace(parts.terms, bias=_bound(parts.terms.bias, tensors)))
+    return parts
+
+
+def _bound(slot: Slot, tensors: Sequence[Tensor]) -> Slot:
+    owner, name = slot
+    if type(owner) is Argument:
+        return Argument(owner.number, tensors[owner.number]), name
+    if isinstance(owner, Derived):
+        slots = tuple(_bound(each, tensors) for each in owner.slots)
+        return replace(owner, slots=slots), name  # type: ignore[type-var]  # a dataclass
+    return slot

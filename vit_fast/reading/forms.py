@@ -15,11 +15,11 @@ from ..blocks.block import parts_of, run_attention, run_halves
 from ..blocks.fused import Finding, FusedModule, FusedNormMlp
 from ..blocks.outlines import Node, attached
 from ..blocks.packed import packed_for, run_packed
-from ..blocks.parts import Argument, AttentionParts, BlockParts, Derived, MlpParts, bound, origins
+from ..blocks.parts import Argument, AttentionParts, BlockParts, Derived, MlpParts, origins
 from ..blocks.reading import Reader
 from ..ops.attention import attend_as_torch
 from ..ops.registration import matmul_dtype, needs_gradient
-from .arguments import Ties, fits
+from .arguments import Ties, bound, fits
 from .calls import Call, Kind, attributes_of, drop_slots, state_of, structure_of
 from .matcher import Reading
 from .proof import Dtypes, slots_of

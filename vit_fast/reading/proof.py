@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.block import run_halves
-from ..blocks.parts import Argument, Derived, Slot, arguments_of, bound, origins, tensor_at
-from .arguments import Probe
+from ..blocks.parts import Argument, Derived, Slot, origins, tensor_at
+from .arguments import Probe, arguments_of, bound
 from .calls import drop_slots
 from .capture import Graph, UnreadableError, tokens_like
 from .matcher import Reading

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.outlines import detached
-from ..blocks.parts import Derived, bound
+from ..blocks.parts import Derived
 from ..blocks.plain import touch_reasons
-from .arguments import Probe, Ties, margin, ties_of
+from .arguments import Probe, Ties, bound, margin, ties_of
 from .calls import Call, attributes_of, state_of, structure_of
 from .capture import Graph, UnreadableError, capture, free_dimensions, random_copy, tokens_like
 from .forms import Recipe, hidden_name

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from ..blocks.computed import DEVICE, DTYPE
-from ..blocks.parts import Slot, TermParts, Windows, arguments_of, tensor_at
+from ..blocks.parts import Slot, TermParts, Windows, tensor_at
+from .arguments import arguments_of
 from .capture import Graph, UnreadableError, operator_of
 from .constants import computed, derived
 from .elements import MATMULS, TOLERANCE, Core
