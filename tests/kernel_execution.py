@@ -1,6 +1,7 @@
 """Decides how the tests run Triton kernels: on a GPU, on the PTX emulator, or under Triton's interpreter.
 
-As a plugin of pytest (`-p kernel_execution`), it also compiles the kernels of the selected tests first.
+As a plugin of pytest (`-p kernel_execution`), it also compiles the kernels of the selected tests first. On a pretend
+GPU, it selects few cases.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import tiers
 import torch
 from _pytest.runner import runtestprotocol
 
@@ -17,12 +19,18 @@ HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8
 KERNEL_ARCH = os.environ.get("VIT_FAST_EXECUTE")  # the emulator's architecture, set by execute.py
 WITHOUT_FP8 = ("sm_80", "sm_86")  # of the emulator's architectures
 INTERPRETED = not HAS_GPU and KERNEL_ARCH is None
+PRETENDED = HAS_GPU and "PRETEND_GPU" in os.environ  # a GPU of pretend_cuda.py: Triton's interpreter runs the kernels
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported: before any kernel is decorated
 
 PASSES = 4  # of the tests that find kernels to compile
 # Compiled kernels compute fp32 matmuls in TF32, which test_executed_kernels tests; the interpreter is exact.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16) if INTERPRETED else (torch.float16, torch.bfloat16)
+
+
+def few(real: int, pretended: int) -> int:
+    """Returns a size or a number of repeats of a test that only runs on a GPU; a pretended one is slow."""
+    return pretended if PRETENDED else real
 
 
 @pytest.hookimpl(wrapper=True)
@@ -34,6 +42,13 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         if INTERPRETED or "must be 'tf32' for fp32 matmuls" not in str(error):
             raise
         pytest.skip("only the interpreter computes exact fp32 matmuls")
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if PRETENDED:
+        fast = [item for item in items if item not in tiers.left_out(items)]
+        tiers.keep(config, items, tiers.each_value(fast))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -190,13 +190,14 @@ class Profiler:
 def installed(machine: Machine) -> Iterator[Machine]:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    from vit_fast.blocks.frozen import Frozen
     from vit_fast.kernels import device as kernel_device
     from vit_fast.kernels import launch
     from vit_fast.measure import clock
     from vit_fast.ops import backends, registration
 
     launch_now, run_thread, profile = launch.Launch._run_by_triton, threading.Thread.run, torch.profiler.profile
-    autocast, run_backward = torch.autocast, torch.autograd._engine_run_backward
+    ensure_current, autocast, run_backward = Frozen.ensure_current, torch.autocast, torch.autograd._engine_run_backward
 
     def launched(self: Any) -> None:
         leaves = torch.utils._pytree.tree_leaves([*self.args.values()])
@@ -220,6 +221,10 @@ def installed(machine: Machine) -> Iterator[Machine]:
     def planless(function: Callable[..., Any], arguments: Any) -> Any:
         with machine.modes():  # which the dispatcher disabled
             return function(*arguments)
+
+    def ensured(frozen: Frozen) -> None:
+        with without_modes(), machine.modes():  # as above, but graph runners call it with modes
+            ensure_current(frozen)
 
     def in_thread(thread: threading.Thread) -> None:
         with machine.modes():
@@ -268,6 +273,7 @@ def installed(machine: Machine) -> Iterator[Machine]:
             (threading.Thread, "run", in_thread),
             (launch.Launch, "_run_by_triton", launched),
             (registration, "_run_by_plan", lambda: planless),
+            (Frozen, "ensure_current", ensured),
             (clock, "host_ms", lambda: machine.host_ms),
         ]
         for owner, name, value in changes:
@@ -304,7 +310,7 @@ def main(arguments: list[str]) -> None:
     interpreter.accelerate()
     sys.executable = os.environ["PRETEND_PYTHON"]
     with Machine(**json.loads(os.environ["PRETEND_GPU"])).installed():
-        how, *rest = arguments
+        how, *rest = [one for one in arguments if one != "-u"]  # of workers of xdist
         sys.path.insert(0, "")
         if how == "-c":
             sys.argv = ["-c", *rest[1:]]

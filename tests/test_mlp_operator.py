@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from kernel_execution import few
 from mlp_support import DEVICE, Case, check_case, make_case
 from torch import Tensor
 
@@ -171,15 +172,15 @@ def test_training_keeps_less_than_torch() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("M", [1, 127, 197, 50_432])
+@pytest.mark.parametrize("M", [1, 127, 197, few(50_432, 256)])
 def test_vit_b_against_fp64(M: int) -> None:
-    check_case(make_case(M, 768, 3072, torch.bfloat16))
+    check_case(make_case(M, few(768, 96), few(3072, 384), torch.bfloat16))
 
 
 @pytest.mark.gpu
 def test_a_training_step_in_a_captured_graph() -> None:
     """Forward and backward captured once, replayed on other tokens; the same bits as 50 calls without a graph."""
-    case = make_case(394, 192, 768, torch.bfloat16)
+    case = make_case(few(394, 70), few(192, 64), few(768, 96), torch.bfloat16)
     with torch.cuda.stream(torch.cuda.Stream()):
         case.run("triton")
     torch.cuda.synchronize()
@@ -190,6 +191,6 @@ def test_a_training_step_in_a_captured_graph() -> None:
         case.x.normal_()
     graph.replay()
     torch.cuda.synchronize()
-    for _ in range(50):
+    for _ in range(few(50, 2)):
         for name, expected in case.run("triton").items():
             assert torch.equal(results[name], expected), name

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import run, uninstall
+from kernel_execution import few
 from PIL import Image
 
 from vit_fast import VisionTransformer, create_model, load, save
@@ -120,12 +121,12 @@ def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
-def _losses_of_32_steps(backend: str = "eager", **options: object) -> torch.Tensor:
+def _losses_of_32_steps(backend: str = "eager", device: str = "cpu", **options: object) -> torch.Tensor:
     """Trains on crops of a photo, labeled by their location, and returns the losses."""
     photo = load_images([sample_image()], create_model("vit_test", img_size=128))[0]
     crops = photo.unfold(1, 32, 32).unfold(2, 32, 32).permute(1, 2, 0, 3, 4).reshape(16, 3, 32, 32)
-    trainer = Trainer(_model(backend=backend), TrainConfig(lr=1e-3, **options), 32, 4)
-    return torch.tensor([trainer.step(crops, torch.arange(16) // 4 % 2).loss for _ in range(32)])
+    trainer = Trainer(_model(backend=backend, device=device), TrainConfig(lr=1e-3, **options), 32, 4)
+    return torch.tensor([trainer.step(crops, torch.arange(16) // 4 % 2).loss for _ in range(few(32, 2))])
 
 
 def test_losses_of_32_steps_match_eager() -> None:
@@ -137,6 +138,12 @@ def test_losses_of_32_steps_match_eager() -> None:
     assert difference[:9].max() <= 2e-5 and difference.max() <= 5e-4
     difference = (_losses_of_32_steps(dtype="bf16") - eager).abs()  # in the first nine steps, 0.0051 with torch 2.11
     assert 0 < difference[:9].max() <= 1e-2 and difference[-8:].max() <= 5e-2
+
+
+@pytest.mark.gpu
+def test_losses_of_kernels_match_eager() -> None:
+    eager, found = (_losses_of_32_steps(backend, "cuda", dtype="bf16") for backend in ("eager", "triton"))
+    assert 0 < (found - eager)[:9].abs().max() <= 1e-2 and (found - eager)[-8:].abs().max() <= 5e-2
 
 
 @pytest.mark.parametrize(("dtype", "training"), [("fp32", "sdpa"), ("bf16", "triton")])

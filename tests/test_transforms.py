@@ -24,7 +24,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 B, N, C, HEADS = 2, 3, 32, 2
 CASE = make_block(torch.float32, width=C, hidden=48, tokens=(B, N), gated=True, activation="gelu")
-KV = 0.3 * torch.randn(2, 1, HEADS, 5, 16, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
+KV = 0.3 * torch.randn(2, 1, HEADS, 5, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 PARAMETERS = [tensor.requires_grad_(False) for tensor in (*CASE.leaves().values(), KV)]
 
 
