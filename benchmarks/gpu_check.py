@@ -84,7 +84,7 @@ class Job:
         return [sys.executable, "-m", "pytest", *options, "-p", "kernel_execution", *self.tests]
 
 
-def perform(job: Job, folder: Path, limit_s: float) -> Found:
+def perform(job: Job, folder: Path, limit_s: float) -> str:
     """Runs a job in processes, and prints its tables; returns the outcome. Output goes to log.txt in a new folder."""
     end, problem, progress, folder = time.monotonic() + limit_s, "", (-1, 0), _unused(folder)
     folder.mkdir(parents=True)
@@ -92,17 +92,14 @@ def perform(job: Job, folder: Path, limit_s: float) -> Found:
         problem = _run(job, folder, end - time.monotonic())
         if job.tests or not problem or "timed out" in problem:
             break
-    found: Found = {"outcome": problem or "passed"}
     log = ["", *(folder / LOG).read_text(errors="replace").splitlines()]
     if problem:
         print(*log[-LOG_TAIL:], sep="\n")
     if job.tests:
-        found["tests"] = log[-1].strip("= ")
-    else:
-        records = [*_records(folder, "*/")]
-        print(*map(markdown, records), sep="\n")
-        found["outcome"] = problem or outcome_of([row for record in records for row in record["rows"]])
-    return found
+        return f"{problem or 'passed'} ({log[-1].strip('= ')})"
+    records = [*_records(folder, "*/")]
+    print(*map(markdown, records), sep="\n")
+    return problem or outcome_of([row for record in records for row in record["rows"]])
 
 
 def _records(folder: Path, pattern: str) -> Iterator[Record]:
@@ -284,9 +281,8 @@ def compare_with_model(out: Path, limit_s: float) -> str:
         title = f"{row['model']}, batch {row['batch']}, {arch}: "
         options = ["--model", row["model"], "--batch-sizes", str(row["batch"]), "--arch", arch, "--json"]
         command = [sys.executable, "-c", "from vit_fast.cli import main; main()", "kernels", *options]
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit_s, cwd=ROOT)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, cwd=ROOT)
             found = json.loads(done.stdout)
         except subprocess.TimeoutExpired:
             return [f"{title}the estimate took more than {limit_s:.0f} s"]
@@ -341,7 +337,7 @@ def run_jobs(jobs: Sequence[Job], out: Path, minutes: float = MINUTES) -> list[F
                 result["outcome"] = "no time left"
             else:
                 print(f"\n{job.name}: started after {start - began:.0f} s, takes at most {limit_s:.0f} s", flush=True)
-                result |= perform(job, out / _folder_name(job.name), limit_s)
+                result["outcome"] = perform(job, out / _folder_name(job.name), limit_s)
         except OSError as error:  # e.g. the disk is full
             result["outcome"] = f"failed: {error}"
         finally:  # also after Ctrl-C
@@ -358,8 +354,7 @@ def run_jobs(jobs: Sequence[Job], out: Path, minutes: float = MINUTES) -> list[F
 
 
 def _line(found: Found) -> str:
-    tests = f" ({found['tests']})" if found.get("tests") else ""
-    return f"{found['name']}: {found['outcome']}{tests}" + (f", {found['seconds']:.0f} s" if found["seconds"] else "")
+    return f"{found['name']}: {found['outcome']}" + (f", {found['seconds']:.0f} s" if found["seconds"] else "")
 
 
 def _save(path: Path, text: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vit_fast.benchmarks import candidates, records, runner
 from vit_fast.benchmarks.configuration import Configuration, make_configuration
+from vit_fast.benchmarks.gpu_check import Job
 from vit_fast.benchmarks.models import Group, resolve, weights_of
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate
@@ -116,3 +117,12 @@ def rows_by_candidate(record: dict) -> dict[str, dict]:
 
 def assert_no_speed(row: dict) -> None:
     assert all(row[field] is None for field in records.SPEED_FIELDS), row
+
+
+def shortened(job: Job) -> Job:
+    """Replaces models and batch sizes by small ones; `kernel_execution` selects few cases of tests."""
+    small = {"attention": "attention:5x2x16", "mlp": "mlp:5x16x32", "block": "block:vit_test"}
+    kinds = [run["models"][0].partition(":")[0] for run in job.runs]
+    changes = [{"models": [small.get(kind, "vit_test")], "batch_sizes": [2]} for kind in kinds]
+    tests = tuple("2" if word == "8" else word for word in job.tests)  # processes
+    return dataclasses.replace(job, tests=tests, runs=tuple(map(dict.__or__, job.runs, changes)))
