@@ -87,8 +87,22 @@ def test_other_errors() -> None:
         ops.attention(**made, bias=torch.ones(2, 6, 12, device=DEVICE, dtype=torch.bfloat16), backend="sdpa")
     with pytest.raises(ValueError, match="window_mask must not require a gradient"):
         ops.attention(**made, window_mask=torch.ones(1, 6, 12, device=DEVICE, requires_grad=True), backend="sdpa")
+    rel = torch.ones(4, 2, 6, 12, device=DEVICE)
     with pytest.raises(ValueError, match="rel must be a pair of tensors"):
-        ops.attention(**made, rel=torch.ones(4, 2, 6, 12, device=DEVICE), backend="sdpa")
+        ops.attention(**made, rel=rel, backend="sdpa")
+    with pytest.raises(TypeError, match=r"rel_w must be a torch.Tensor, got None"):
+        ops.attention(**made, rel=(rel, None), backend="sdpa")
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "triton"])
+def test_autocast_converts_q_to_the_dtype_of_the_bias(backend: str) -> None:
+    made = bias_inputs((), SIZES)
+    bias = torch.randn(2, 6, 12, device=DEVICE).bfloat16().requires_grad_()
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        o = ops.attention(**made, bias=bias, backend=backend)
+    expected = formula(**made, bias=bias)
+    assert o.dtype == torch.bfloat16 and torch.autograd.grad(o.sum(), bias)[0].dtype == torch.bfloat16
+    torch.testing.assert_close(o.float(), expected, rtol=0.05, atol=0.05)
 
 
 class _Biased(nn.Module):

@@ -157,7 +157,7 @@ def _attend(
     backend = resolve_backend(backend, first.device, first.dtype)
     runs_kernel = backend == "triton" and not is_exporting()
     mixed = any(tensor.dtype is not first.dtype for tensor in qkv)  # e.g. under autocast if q is an fp32 parameter
-    if mixed or (runs_kernel and (len(qkv) == 3 or first.dtype is not matmul_dtype(first))):
+    if mixed or first.dtype is not matmul_dtype(first):
         qkv = [tensor.to(matmul_dtype(tensor)) for tensor in qkv]  # like SDPA under autocast
     if len(qkv) == 1:
         check_dtype("qkv", first)

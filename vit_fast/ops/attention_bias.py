@@ -20,6 +20,7 @@ def score_terms(
     if rel is not None:
         if not isinstance(rel, tuple | list) or len(rel) != 2:
             raise ValueError(f"rel must be a pair of tensors (rel_h, rel_w), got {type(rel).__name__}")
+        check_tensors(rel_h=rel[0], rel_w=rel[1])
         given |= {"rel_h": rel[0], "rel_w": rel[1]}
     if isinstance(scale, Tensor):
         given["scale"] = scale
