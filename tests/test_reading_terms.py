@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from spellings import SequenceFirst, Variant, runs_fused
+from timm.models import vision_transformer_sam as sam
 from torch import Tensor, nn
 
 import vit_fast
+from vit_fast import UnsupportedInputError
 from vit_fast.export import export_onnx
 
 
@@ -138,12 +140,19 @@ class Shifted(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+def with_rel(width: int, heads: int) -> nn.Module:
+    """SAM's block: windows, and decomposed relative positions."""
+    return sam.Block(width, heads, use_rel_pos=True, window_size=4, input_size=(8, 8))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [MaskBuffer, Cosine, Shifted], ids=lambda block: block.__name__)
+@pytest.mark.parametrize("block", [MaskBuffer, Cosine, Shifted, with_rel], ids=lambda block: block.__name__)
 def test_compile_and_export(block: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(block(32, 2), block(32, 2)).eval()
-    x = torch.randn((3, 8, 8, 32) if block is Shifted else (3, 20, 32))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    x = torch.randn((3, 8, 8, 32) if block in (Shifted, with_rel) else (3, 20, 32))
     expected = model(x)
     vit_fast.fuse(model, "eager", example=x).require_all()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -154,3 +163,14 @@ def test_compile_and_export(block: Any, tmp_path: Path) -> None:
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_fp8_runs_only_blocks_without_terms() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Variant(32, 2), MaskBuffer(32, 2)).to(torch.bfloat16).eval(), torch.randn(2, 20, 32)
+    reason = "in FP8, attention must not have a bias, a window mask, relative positions, windows or a scale per head"
+    with pytest.raises(UnsupportedInputError, match=f"1: {reason}"):
+        vit_fast.calibrate(model[1:].eval(), x)
+    assert all(linear.name.startswith("0.") for linear in vit_fast.calibrate(model, x).linears)
+    first, second = vit_fast.fuse(model, precision="fp8", example=x.bfloat16()).fused
+    assert first.notes == ("in e4m3: qkv, proj, fc1, fc2",) and second.notes == (f"stays in bfloat16: {reason}",)

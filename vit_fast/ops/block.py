@@ -29,6 +29,7 @@ from .descriptions import (
     DTYPES,
     E4M3,
     MAX_TOKENS,
+    NO_TERMS,
     BlockTensors,
     Keys,
     QkNorm,
@@ -65,7 +66,7 @@ def fused_block(
             parameters are None is skipped. For inference of a whole block, `fold` can fold the parameters first.
         eps, norm: Epsilons and kind of norm1 and norm2. The MLP half alone also supports "none", without a norm.
         inner_norm: Kind and epsilon of a norm before fc2.
-        terms: Bias, window mask and windows of the attention; a scale per head replaces attention_scale.
+        terms: Bias, window mask, rel and windows of the attention; a scale per head replaces attention_scale.
         residual: True adds x to the output of a half; must be True for a whole block.
         next_statistics: True to return LayerNorm statistics of the output, for the next block.
         x8: For FP8: x times tensors.qkv_factor (reciprocal scales) in e4m3. If x8 or statistics is None, both are
@@ -104,8 +105,7 @@ def fused_block(
             terms = checked_terms(terms, keys, (x.shape[0], heads, x.shape[1], x.shape[1], head_dim), x.device, dtype)
             of_qk = of_qk._replace(**terms._asdict())
             if tensors.is_fp8:
-                reason = "attention must not have a bias, a window mask, windows or a scale per head"
-                raise UnsupportedInputError("a block in FP8", [reason])
+                raise UnsupportedInputError("a block in FP8", [NO_TERMS])
     if next_factor is not None and (inner_norm is not None or tensors.fc1_weight is None):
         got = "inner_norm" if inner_norm is not None else "no MLP half"
         raise ValueError(f"next_factor must be None with inner_norm or without the MLP half, got a tensor with {got}")

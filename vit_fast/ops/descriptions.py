@@ -14,6 +14,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 E4M3 = torch.float8_e4m3fn
 # Kernels number tokens with int32. 256 leaves room for a last tile that extends past the last token.
 MAX_TOKENS = 2**31 - 256
+NO_TERMS = "attention must not have a bias, a window mask, relative positions, windows or a scale per head"  # in FP8
 _NORMS = ("layer_norm", "rms_norm")
 
 

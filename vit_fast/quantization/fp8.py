@@ -25,7 +25,7 @@ from ..blocks.token_facts import NOTHING, TokenFacts
 from ..errors import UnsupportedInputError, check_choice, type_name
 from ..ops import reference
 from ..ops.backends import fp8_reasons
-from ..ops.descriptions import BlockScales, BlockTensors, QkNorm, Rope, checked_rope
+from ..ops.descriptions import NO_TERMS, BlockScales, BlockTensors, QkNorm, Rope, checked_rope
 from .schemes import fewest_excluded
 
 WHAT = "fuse with precision='fp8'"
@@ -131,7 +131,7 @@ def emulate(copied: nn.Module) -> tuple[list[EmulatedBlock], dict[str, str]]:
             continue
         reasons = [*parts.attention_reasons, *parts.mlp_reasons]
         if terms:
-            reasons.append("in FP8, attention must not have a bias, a window mask, windows or a scale per head")
+            reasons.append(f"in FP8, {NO_TERMS}")
         if inside:
             reasons.append("in FP8, the MLP must not have a norm before fc2")
         alone = "FP8 requires a block with attention and an MLP, whose norms are of the same kind"
