@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from bias_support import FORMS, bias_inputs, formula, in_dtype, output_and_gradients
-from kernel_execution import DTYPES
+from emulator.binding import Schedule
+from kernel_execution import DTYPES, INTERPRETED, KERNEL_ARCH
 from kernel_support import DEVICE, assert_as_exact_as_eager
 from mlp_support import check_case, make_block
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,6 +23,11 @@ from vit_fast import ops
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
 
 pytest.importorskip("triton", reason="the kernels need triton")
+
+from triton.runtime.interpreter import interpreter_builder
+
+from vit_fast.kernels.attention import bias_launch
+from vit_fast.kernels.device import gpu_of
 
 EVERYTHING = ("bias", "masked", "window_mask", "scale", "key_mask")
 COMBINED = (*((form,) for form in FORMS if form != "key_mask"), EVERYTHING, (*EVERYTHING, "rel"))
@@ -143,31 +151,72 @@ def test_flop_of_tables() -> None:
     assert backward.get_total_flops() == attention * 5 // 2 + 3 * tables
 
 
-@pytest.mark.parametrize(("kind", "runs"), [("packed", 1), pytest.param("packed", 250, marks=pytest.mark.slow)])
-def test_gradients_are_bitwise_equal(kind: str, runs: int) -> None:
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets programs of small calls have several windows."""
+    monkeypatch.setattr(bias_launch, "_PROGRAMS", 4)
+    monkeypatch.setattr(bias_launch, "gpu_of", lambda device: replace(gpu_of(device), sm_count=1))
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("tokens", [17, pytest.param(70, marks=pytest.mark.slow)])
+def test_programs_of_several_windows(tokens: int) -> None:
+    """Seven windows and two rows of the window mask: programs have three windows, or the one that is left."""
+    made = bias_inputs(("masked", "window_mask", "scale"), (7, 2, tokens, tokens + 3, 16), torch.float16)
+    do = torch.randn(7, 2, tokens, 16, device=DEVICE).half()
+    check(made, output_and_gradients(ops.attention, made, do, backend="triton"), do)
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("runs", [2, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [pytest.param("packed", marks=pytest.mark.slow), "windows"])
+def test_gradients_are_bitwise_equal(
+    kind: str, runs: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In random orders of programs, or of warps on the emulator."""
     function, made, do = _every_term(kind)
-    first = output_and_gradients(function, made, do)
-    for _ in range(runs):
+    if kind == "windows":
+        made = bias_inputs(("masked", "window_mask", "scale"), (7, 2, 9, 9, 16))
+        do = torch.randn(7, 2, 9, 16, device=DEVICE)
+    made = in_dtype(made, torch.float16)
+    first, orders = output_and_gradients(function, made, do), []
+    if INTERPRETED:
+        place, size = interpreter_builder.set_grid_idx, interpreter_builder.set_grid_dim
+
+        def begin(x: int, y: int, z: int) -> None:
+            orders.append(torch.randperm(x).tolist())
+            size(x, y, z)
+
+        monkeypatch.setattr(interpreter_builder, "set_grid_dim", begin)
+        monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: place(orders[-1][x], y, z))
+    for run in range(runs):
+        if KERNEL_ARCH:
+            request.getfixturevalue("emulator").schedule(Schedule(run + 1, early=2, reverse=bool(run % 2)))
         again = output_and_gradients(function, made, do)
         assert all(torch.equal(again[name], value) for name, value in first.items())
+    assert not INTERPRETED or any(order != sorted(order) for order in orders)
 
 
+@pytest.mark.parametrize("kind", [pytest.param("attention", marks=pytest.mark.slow), "block"])
 @pytest.mark.usefixtures("gpus")
 @torch.no_grad()
-def test_graphs_of_attention_follow_their_inputs() -> None:
-    """Replays of captured attention with terms, on the second of two pretend GPUs."""
-    made = bias_inputs(("masked", "window_mask", "rel tables", "scale", "key_mask"), (4, 2, 6, 6, 16), grid=3)
-    there = {
-        name: tuple(each.to("cuda:1") for each in value) if isinstance(value, tuple) else value.to("cuda:1")
-        for name, value in made.items()
-    }
-    ops.attention(**there, backend="triton")  # a capture must not run the test kernel
+def test_graphs_follow_their_inputs(kind: str) -> None:
+    """Replays of captured attention, or of a captured block, with terms, on the second of two pretend GPUs."""
+    if kind == "block":
+        case = make_block(torch.float32, tokens=(2, 24), terms=True)
+        made: dict[str, Any] = {"x": case.x, "t": case.t, "options": case.options}
+        call: Any = lambda backend, **made: replace(case, **made).forward(backend)  # noqa: E731
+    else:
+        made = bias_inputs(("masked", "window_mask", "rel tables", "scale", "key_mask"), (4, 2, 6, 6, 16), grid=3)
+        call = ops.attention
+    there = tree_map_only(Tensor, lambda tensor: tensor.to("cuda:1"), made)
+    call(**there, backend="triton")  # a capture must not run the test kernel
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream("cuda:1")):
-        o = ops.attention(**there, backend="triton")
+        o = call(**there, backend="triton")
     for factor in (1.0, 0.5):
-        for name in ("q", "bias", "scale"):
-            made[name] = made[name] * factor
-            there[name].mul_(factor)
+        for tensor in tree_leaves((made, there)):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                tensor.mul_(factor)
         graph.replay()
-        torch.testing.assert_close(o.cpu(), formula(**made), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(o.cpu(), call(**made, backend="eager"), rtol=1e-4, atol=1e-4)
