@@ -167,15 +167,18 @@ def test_estimated_device_time_of_a_block() -> None:
     assert attention["GFLOP"] == pytest.approx(4 * 50_432 * 197 * 768 / 1e9, rel=1e-3)
 
 
-_BIAS = """
-import json
-from vit_fast.kernels.inspect import device_model, static_checks
-builds = [each for each in static_checks.builds("sm_90", True) if each.kernel == "attention_bias_fwd"]
-build = next(each for each in builds if "N49 D32 B8192" in each.case)
-print(json.dumps(device_model.estimate(build.launch, "sm_90")["GFLOP"]))
-"""
-
-
 @pytest.mark.slow
-def test_flops_of_attention_with_a_bias() -> None:
-    assert run_compiler("-c", _BIAS) == pytest.approx(4 * 8192 * 4 * 49 * 49 * 32 / 1e9, rel=1e-3)
+def test_estimated_device_time_of_attention_with_a_bias() -> None:
+    """Shifted windows of Swin-B: q, k, v and o are moved once; PyTorch also makes a mask [B, H, N, N]."""
+    word, batch = "attention:49x4x32:masks64", 8192
+    report = run_compiler("-m", "vit_fast.cli", "kernels", "--model", word, "--batch-sizes", str(batch), "--json")
+    (forward,), (eager, compiled) = report["launches"], report["torch"]
+    tokens, mask = batch * 49 * 128 * 2 * 4 / 1e6, batch * 49 * 49 * 2 / 1e6
+    assert forward["GFLOP"] == eager["GFLOP"] == pytest.approx(4 * batch * 4 * 49 * 49 * 32 / 1e9, rel=1e-3)
+    assert forward["MB"] == pytest.approx(tokens, rel=0.02)
+    assert compiled["kernel"] == "PyTorch, compile, 2 launches"
+    assert compiled["MB"] == pytest.approx(tokens + 2 * 4 * mask, rel=0.02)
+    assert eager["MB"] == pytest.approx(tokens + (2 + 2 * 4) * mask, rel=0.02)
+    text, training = device_time_text(report), report["training"]
+    assert ESTIMATED in text and all(row["kernel"] in text for row in training["launches"] + training["torch"])
+    assert training["launches"][1]["MB"] > 1.7 * tokens  # reads q, k, v, do, and writes dq, dk, dv

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -63,9 +63,9 @@ def attention_builds(arch: str) -> Iterator[Build]:
         for shape in _FP32_SHAPES:
             yield from _builds(arch, *shape, dtype=torch.float32, form=form)
     for biased in _BIASED_SHAPES:
-        yield from _biased_builds(arch, *biased, torch.bfloat16)
+        yield from biased_builds(arch, *biased)
         if 64 < biased[1] < 4096 and biased[3] < 80:
-            yield from _biased_builds(arch, *biased, torch.float32)
+            yield from biased_builds(arch, *biased, torch.float32)
     for case in _E4M3_SHAPES if has_fp8(arch) else ():
         yield from _builds(arch, *case, form="to e4m3")
 
@@ -84,15 +84,17 @@ def _builds(
     lengths = f"N{tokens}" if queries is None else f"Nq{queries} N{tokens}"
     core = access == "tma" and dtype == torch.bfloat16 and (tokens, head_dim, form) in _CORE | _CORE_OF.get(arch, set())
     case = f"{lengths} D{head_dim} B{batch} {access}" + ("" if form == "fixed" else f" {form}")
-    yield from _builds_of(call, o, do, arch, case, core, _empty(1) if form == "to e4m3" else None)
+    yield from _builds_of(call, o, do, (q, k, v), arch, case, core, _empty(1) if form == "to e4m3" else None)
 
 
-def _biased_builds(
-    arch: str, batch: int, tokens: int, heads: int, head_dim: int, grid: int, masks: int, dtype: torch.dtype
-) -> Iterator[Build]:
+def biased_builds(
+    arch: str, batch: int, tokens: int, heads: int, head_dim: int, grid: int, masks: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Iterator[Build]:  # fmt: skip
     """Yields the builds of attention with a bias, or with `rel` if grid > 0, and a window mask if masks > 0."""
-    q, k, v = _empty(batch, tokens, 3, heads, head_dim, dtype=dtype).transpose(1, 3).unbind(2)
-    o, lse = _empty(batch, tokens, heads, head_dim, dtype=dtype).transpose(1, 2), _empty(batch, heads, tokens)
+    qkv, gradients = _empty(2, batch, tokens, 3, heads, head_dim, dtype=dtype).transpose(2, 4)
+    (q, k, v), lse = qkv.unbind(2), _empty(batch, heads, tokens)
+    o, do = _empty(2, batch, tokens, heads, head_dim, dtype=dtype).transpose(2, 3)
     sides = (tokens // grid, grid) if grid else ()
     rel = [_empty(batch, heads, tokens, side, dtype=dtype) for side in sides] or (None, None)
     bias = None if grid else _empty(1, heads, tokens, tokens, dtype=dtype)
@@ -101,18 +103,18 @@ def _biased_builds(
     # the other architectures of a generation have the same tiles
     core = dtype == torch.bfloat16 and tokens == 49 and arch in ("sm_80", "sm_90", "sm_100")
     ending = (f"rel{grid}" if grid else "bias") + (" masks" if masks else "")
-    yield from _builds_of(call, o, o, arch, f"N{tokens} D{head_dim} B{batch} {ending}", core)
+    yield from _builds_of(call, o, do, gradients.unbind(2), arch, f"N{tokens} D{head_dim} B{batch} {ending}", core)
 
 
 def _builds_of(
-    call: AttentionCall, o: torch.Tensor, do: torch.Tensor, arch: str, case: str, core: bool,
-    o_scale: torch.Tensor | None = None,
+    call: AttentionCall, o: torch.Tensor, do: torch.Tensor, gradients: Sequence[torch.Tensor], arch: str, case: str,
+    core: bool, o_scale: torch.Tensor | None = None,
 ) -> Iterator[Build]:  # fmt: skip
     dtype = call.q.dtype
     with offline.recorded(offline.gpu(arch)) as launches:
         if o_scale is None:
             attention_forward(call, o)
-            attention_backward(call, o, do, call.q, call.k, call.v)
+            attention_backward(call, o, do, *gradients)
         else:
             attention_forward(call, torch.empty_like(o, dtype=torch.float8_e4m3fn), o_scale)
     for launch in launches:

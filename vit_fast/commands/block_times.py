@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,9 @@ from torch import Tensor
 from .. import create_model, freeze
 from ..blocks.block import run_blocks
 from ..ops.attention import attention_qkvpacked
+from ..ops.attention_bias import additive_mask
+from ..ops.attention_operator import MAX_HEAD_DIM, MIN_HEAD_DIM
+from ..ops.descriptions import ScoreTerms
 from ..variants import get_variant
 from ..version import describe
 
@@ -39,6 +43,7 @@ DEPTH = 12  # blocks of MODEL; they share the overhead of a compiled call
 NARROW = {"embed_dim": 64, "num_heads": 1, "img_size": 32, "patch_size": 8}  # changes of MODEL
 REPEATS = 15
 SECONDS_A_REPEAT = 0.02
+_ATTENTION = re.compile(r"attention:([1-9]\d*)x([1-9]\d*)x(\d+):(?:bias|masks([1-9]\d*)|rel([1-9]\d*))")
 
 Call = Callable[[], object]
 
@@ -157,19 +162,52 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def estimate_device_time(name: str, batch: int, arch: str) -> dict[str, Any]:
-    """Returns estimates of the launches of a bf16 block, frozen and in training (forward and backward)."""
+    """Returns estimates of the launches of a bf16 block or of attention, in inference and in training."""
     from ..kernels.inspect import device_model, offline
 
-    layers, gpu = get_variant(name).config.depth, offline.architecture(arch)
-    frozen, training = (
-        [device_model.estimate(launch, arch) for launch in record_block(name, batch, arch, step)]
-        for step in (False, True)
-    )
+    gpu, layers = offline.architecture(arch), 1
+    by_torch: list[list[dict[str, Any]]] = [[], []]
+    if matched := _ATTENTION.fullmatch(name):
+        launches, calls = record_attention(matched, batch, arch)
+        steps = launches[:1], launches
+        by_torch = [device_model.estimate_by_torch(call, arch) for call in calls]
+    else:
+        layers = get_variant(name).config.depth
+        steps = record_block(name, batch, arch), record_block(name, batch, arch, training=True)
+    parts = [
+        {"launches": [device_model.estimate(launch, arch) for launch in launches], "torch": rows}
+        for launches, rows in zip(steps, by_torch)
+    ]
     return {
         "note": ESTIMATED, "arch": arch, "gpu": gpu.gpu, "clock_GHz": gpu.clock, "DRAM_GB_per_s": gpu.dram,
         "multiprocessors": gpu.sm_count, "model": name, "batch": batch, "dtype": "bf16", "layers": layers,
-        "launches": frozen, "training": {"launches": training},
+        **parts[0], "training": parts[1],
     }  # fmt: skip
+
+
+def record_attention(matched: re.Match[str], batch: int, arch: str) -> tuple[list[Launch], tuple[Call, Call]]:
+    """Returns the launches of forward and backward, and calls of PyTorch's attention: forward, and both."""
+    from ..kernels.inspect import attention_builds
+
+    tokens, heads, head_dim, masks, columns = (int(word or 0) for word in matched.groups())
+    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or tokens % (columns or 1):
+        limits = f"head_dim must be between {MIN_HEAD_DIM} and {MAX_HEAD_DIM}, and columns must divide the tokens"
+        raise ValueError(f"{limits}, got {matched.string}")
+    builds = attention_builds.biased_builds(arch, batch, tokens, heads, head_dim, columns, masks)
+    launches = [build.launch for build in builds]
+    args = launches[0].args
+    bias, _, mask, _, _, rel_h, rel_w, *_ = args["terms"]  # see `_launch` of bias_launch.py
+    q, k, v = args["q"], args["k"], args["v"]
+    leaves = [each.requires_grad_() for each in (q, k, v, bias, rel_h, rel_w) if each is not None]
+
+    def attend() -> Tensor:
+        """Runs the function that torch selects on GPUs for calls with a mask."""
+        added: Any = additive_mask(ScoreTerms(bias, mask, rel_h, rel_w), q, None)
+        added = added.expand(batch, heads, tokens, tokens)
+        out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, added, True)[0]
+        return out
+
+    return launches, (torch.no_grad()(attend), lambda: torch.autograd.grad(o := attend(), leaves, torch.empty_like(o)))
 
 
 def record_block(name: str, batch: int, arch: str, training: bool = False) -> list[Launch]:
@@ -196,7 +234,7 @@ def record_block(name: str, batch: int, arch: str, training: bool = False) -> li
 def device_time_text(report: Mapping[str, Any]) -> str:
     layers = report["layers"]
     lines = [
-        f"{report['model']}, batch {report['batch']}, bf16, one of {layers} blocks",
+        f"{report['model']}, batch {report['batch']}, bf16" + (f", one of {layers} blocks" if layers > 1 else ""),
         f"{report['arch']}: {report['gpu']}, {report['multiprocessors']} multiprocessors, {report['clock_GHz']} GHz, "
         f"{report['DRAM_GB_per_s']} GB/s",
         report["note"],
@@ -205,8 +243,9 @@ def device_time_text(report: Mapping[str, Any]) -> str:
         "kernel": "launch", "tile": "tile/parts", "waves": "waves", "MB": "MB", "GFLOP": "GFLOP",
         "registers": "registers", "floor_us": "us", "bottleneck": "bottleneck",
     }  # fmt: skip
-    for what, part in (("frozen forward", report), ("training, forward and backward", report["training"])):
-        rows = [list(columns.values()), *([str(row[key]) for key in columns] for row in part["launches"])]
-        us = sum(row["floor_us"] for row in part["launches"])
-        lines += ["", f"{what}:", *_aligned(rows), f"block: {us:.2f} us; {layers} blocks: {layers * us / 1e3:.2f} ms"]
+    for what, part in (("inference", report), ("training, forward and backward", report["training"])):
+        launches, us = part["launches"] + part["torch"], sum(row["floor_us"] for row in part["launches"])
+        rows = [list(columns.values()), *([str(row.get(key, "")) for key in columns] for row in launches)]
+        total = f"{us:.2f} us" + (f" per block; {layers} blocks: {layers * us / 1e3:.2f} ms" if layers > 1 else "")
+        lines += ["", f"{what}:", *_aligned(rows), f"vit-fast: {total}"]
     return "\n".join(lines)

@@ -31,7 +31,8 @@ def kernels(
         "256).")] = None,
     model: Annotated[str | None, option(
         "Estimate the GPU time of each kernel launch of one block of this model, in inference after vit_fast.freeze "
-        "and in training (default arch: sm_90).")] = None,
+        "and in training (default arch: sm_90). Or of attention:TOKENSxHEADSxHEAD_DIM:FORM and of PyTorch. FORM is "
+        "bias, masksW (bias and W window masks) or relC (rel, keys in C columns).")] = None,
     host: Annotated[bool, option(
         "Count the kernel launches of one ViT-B block and measure their CPU overhead (default arch: sm_90).",
         "--host")] = False,
