@@ -151,48 +151,39 @@ def test_flop_of_tables() -> None:
     assert backward.get_total_flops() == attention * 5 // 2 + 3 * tables
 
 
-@pytest.fixture
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets programs of small calls have several windows."""
+WINDOWS = ("masked", "window_mask", "scale")
+
+
+@pytest.mark.parametrize(
+    ("forms", "tokens", "runs"),
+    [
+        (WINDOWS, 9, 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            (WINDOWS, 9, 250), (WINDOWS, 70, 2), ((*WINDOWS, "rel tables"), 12, 250),
+        )),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_programs_of_several_windows(
+    forms: tuple[str, ...], tokens: int, runs: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs have three windows, or the one that is left. Random orders of programs or warps compute equal bits."""
     monkeypatch.setattr(bias_launch, "_PROGRAMS", 4)
     monkeypatch.setattr(bias_launch, "gpu_of", lambda device: replace(gpu_of(device), sm_count=1))
-
-
-@pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize("tokens", [17, pytest.param(70, marks=pytest.mark.slow)])
-def test_programs_of_several_windows(tokens: int) -> None:
-    """Seven windows and two rows of the window mask: programs have three windows, or the one that is left."""
-    made = bias_inputs(("masked", "window_mask", "scale"), (7, 2, tokens, tokens + 3, 16), torch.float16)
+    made = bias_inputs(forms, (7, 2, tokens, tokens + 3, 16), torch.float16, grid=3)
     do = torch.randn(7, 2, tokens, 16, device=DEVICE).half()
-    check(made, output_and_gradients(ops.attention, made, do, backend="triton"), do)
-
-
-@pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize("runs", [2, pytest.param(250, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [pytest.param("packed", marks=pytest.mark.slow), "windows"])
-def test_gradients_are_bitwise_equal(
-    kind: str, runs: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In random orders of programs, or of warps on the emulator."""
-    function, made, do = _every_term(kind)
-    if kind == "windows":
-        made = bias_inputs(("masked", "window_mask", "scale"), (7, 2, 9, 9, 16))
-        do = torch.randn(7, 2, 9, 16, device=DEVICE)
-    made = in_dtype(made, torch.float16)
-    first, orders = output_and_gradients(function, made, do), []
+    first = output_and_gradients(ops.attention, made, do, backend="triton")
+    check(made, first, do)
+    orders: list[list[int]] = []
     if INTERPRETED:
         place, size = interpreter_builder.set_grid_idx, interpreter_builder.set_grid_dim
-
-        def begin(x: int, y: int, z: int) -> None:
-            orders.append(torch.randperm(x).tolist())
-            size(x, y, z)
-
-        monkeypatch.setattr(interpreter_builder, "set_grid_dim", begin)
-        monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: place(orders[-1][x], y, z))
+        monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, *yz: place(orders[-1][x], *yz))
+        shuffle = lambda x, *yz: (orders.append(torch.randperm(x).tolist()), size(x, *yz))  # noqa: E731
+        monkeypatch.setattr(interpreter_builder, "set_grid_dim", shuffle)
     for run in range(runs):
         if KERNEL_ARCH:
             request.getfixturevalue("emulator").schedule(Schedule(run + 1, early=2, reverse=bool(run % 2)))
-        again = output_and_gradients(function, made, do)
+        again = output_and_gradients(ops.attention, made, do, backend="triton")
         assert all(torch.equal(again[name], value) for name, value in first.items())
     assert not INTERPRETED or any(order != sorted(order) for order in orders)
 

@@ -110,11 +110,11 @@ def _builds_of(
     call: AttentionCall, o: torch.Tensor, do: torch.Tensor, gradients: Sequence[torch.Tensor], arch: str, case: str,
     core: bool, o_scale: torch.Tensor | None = None,
 ) -> Iterator[Build]:  # fmt: skip
-    dtype = call.q.dtype
+    dtype, (dq, dk, dv) = call.q.dtype, gradients
     with offline.recorded(offline.gpu(arch)) as launches:
         if o_scale is None:
             attention_forward(call, o)
-            attention_backward(call, o, do, *gradients)
+            attention_backward(call, o, do, dq, dk, dv)
         else:
             attention_forward(call, torch.empty_like(o, dtype=torch.float8_e4m3fn), o_scale)
     for launch in launches:

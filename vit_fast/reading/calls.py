@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blocks.fp8_scales import Fp8Scales
 from ..blocks.fused import FusedModule
 from ..blocks.parts import Slot
 from .capture import InDouble, UnreadableError
@@ -228,7 +229,7 @@ def drop_slots(module: nn.Module, inside: bool = True) -> list[tuple[nn.Module, 
 def structure_of(module: nn.Module) -> tuple[Any, ...]:
     """Returns names, classes and shapes of everything inside a module; blocks of equal structure share one recipe."""
     rows: list[Any] = []
-    for name, part in module.named_modules(remove_duplicate=False):
+    for name, part in _modules(module):
         held = {name: each for name, each in vars(part).items() if isinstance(each, Tensor)}
         names = (*part._parameters, *part._buffers, *held)
         rows.append((name, class_of(part), tuple((own, Kind((part, own)).now) for own in names)))
@@ -251,9 +252,15 @@ def state_of(module: nn.Module) -> tuple[Any, ...]:
     """Returns the values of all attributes inside a module by path; objects count as equal if their attributes are."""
     return tuple(
         (path, name, value if _is_constant(value) or isinstance(value, type | FunctionType) else type(value))
-        for path, part in module.named_modules(remove_duplicate=False)
+        for path, part in _modules(module)
         for _, name, value in attributes_of(part)
     )
+
+
+def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields path and module of everything inside a module, apart from the scales that `calibrate` adds."""
+    found = module.named_modules(remove_duplicate=False)
+    return ((path, part) for path, part in found if not isinstance(part, Fp8Scales))
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
