@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -32,7 +31,7 @@ from .report import ExportReport
 from .runtime.metadata import CLASSES, PREFIX, inspect_onnx
 from .runtime.runner import reasons_against
 from .tensorrt import tensorrt_reasons
-from .verification import PIXELS_LARGE, check_labeled, image_count, measure_accuracy, verify_file
+from .verification import IMAGES_LARGE, check_labeled, image_count, measure_accuracy, verify_file
 
 PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "timm", "transformers", "torchvision")
 HELD_OUT_IMAGES = 64
@@ -217,7 +216,7 @@ def _images(
 
 
 def _batches(call: Call, images: list[Image.Image]) -> list[Batch]:
-    most = 1 if math.prod(call.vit.image_hw) > PIXELS_LARGE else 4
+    most = 1 if image_count(call.vit) == IMAGES_LARGE else 4
     return list(map(call.fed, call.batches(images, call.vit.image_hw, most)))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import io
 import tempfile
@@ -51,6 +52,7 @@ from .runtime.runner import open_session
 
 BATCH = "batch"
 PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20  # bytes of weights in one file: protobuf's 2 GiB, minus room for the graph
+SMALL = 256  # bytes of a constant that is stored in the file of the graph in any case
 SCOPES = "pkg.torch.onnx.name_scopes"  # metadata of nodes: names of the modules around them, until `optimize`
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -332,7 +334,8 @@ def forget_inner_shapes(model: ir.Model) -> None:
 
 def constant_of(value: ir.Value | None) -> np.ndarray | None:
     """Returns the array of an initializer or constant; None if the value depends on the input."""
-    return None if value is None or value.const_value is None else value.const_value.numpy()
+    tensor = None if value is None else copy.copy(value.const_value)  # external weights are mapped while arrays exist
+    return None if tensor is None else tensor.numpy()
 
 
 def linear_weight(node: ir.Node) -> np.ndarray | None:
@@ -353,43 +356,53 @@ def add_constant(graph: ir.Graph, array: np.ndarray | ir.TensorProtocol, name: s
     return value
 
 
-class _Transposed(ir.Tensor[np.ndarray]):
-    """A tensor that is not contiguous; numpy's tofile would write it element by element."""
-
-    def tofile(self, file: Any) -> None:
-        file.write(self.tobytes())
+def move_weights(model: ir.Model, file: Path) -> None:
+    """Appends weights that are not in the file yet, in place, so that graphs with the same weights can share it."""
+    with file.open("ab") as out:
+        for value in model.graph.initializers.values():
+            tensor = value.const_value
+            if tensor is not None and tensor.nbytes > SMALL and getattr(tensor, "path", None) != str(file):
+                place: Any = {"shape": tensor.shape, "name": value.name, "base_dir": file.parent}
+                value.const_value = ir.ExternalTensor(file.name, out.tell(), tensor.nbytes, tensor.dtype, **place)
+                out.write(tensor.tobytes())
 
 
 def save(model: ir.Model, path: Path, external: bool | None = None) -> str | None:
     """Writes a model; returns the name of the file for the weights, if they are external or exceed protobuf's limit."""
-    for value in model.graph.initializers.values():
-        if type(tensor := value.const_value) is ir.Tensor and not tensor.numpy().flags.c_contiguous:
-            value.const_value = _Transposed(tensor.numpy(), tensor.dtype)
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     if size > PROTOBUF_LIMIT and external is False:
         exceed = "exceed protobuf's limit of 2 GB per file: use external_data=True"
         raise ValueError(f"{size / 1e9:.1f} GB of weights {exceed}")
-    beside = f"{path.name}.data" if external or size > PROTOBUF_LIMIT else None
-    ir.save(model, path, external_data=beside)
-    return beside
+    beside = path.with_name(f"{path.name}.data") if external or size > PROTOBUF_LIMIT else None
+    if beside is None:
+        ir.external_data.load_to_model(model)
+    else:
+        move_weights(model, beside)
+    ir.save(model, path)
+    return None if beside is None else beside.name
 
 
 def run_graph(
-    model: ir.Model, batches: Iterable[Batch], values: Sequence[ir.Value] | None = None, optimize: bool = True
-) -> Iterator[list[np.ndarray]]:
+    model: ir.Model, batches: Iterable[Batch], values: Sequence[ir.Value] | None = None, optimize: bool = True,
+    weights: Path | None = None,
+) -> Iterator[list[np.ndarray]]:  # fmt: skip
     """Runs a graph in ONNX Runtime on the CPU, and yields its outputs, or `values`; a batch may be a dict of inputs.
 
-    Without `optimize`, ONNX Runtime does not store the results of operators on constants.
+    Without `optimize`, ONNX Runtime does not store the results of operators on constants. `weights` is a file to which
+    `move_weights` has moved the weights; otherwise this function writes them.
     """
     outputs = list(model.graph.outputs)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "m.onnx"
+        file = weights or Path(folder) / "weights"
         if values is not None:
             model.graph.outputs[:] = values
         try:
-            save(model, path, external=True)  # without a copy of the weights in protobuf
+            made = model.clone()
         finally:
             model.graph.outputs[:] = outputs
+        move_weights(made, file)  # external weights are not copied into protobuf
+        path = file.with_suffix(".onnx")
+        ir.save(made, path)
         session = open_session(path, fp8=True, prepack=False, optimize=optimize)
     name = session.get_inputs()[0].name
     for batch in batches:

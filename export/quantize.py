@@ -10,9 +10,9 @@ channels are 100 to 1000 times larger than most. Without smoothing, most channel
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Collection, Mapping, Sequence
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,14 @@ from vit_fast.errors import UnsupportedInputError, VitFastError
 from vit_fast.quantization.schemes import Observation, Observer, Range, Scheme, fewest_excluded, first_near_best
 
 from .call import Batch
-from .graphs import add_constant, append, constant_of, run_graph, save
+from .graphs import add_constant, append, constant_of, move_weights, run_graph, save
 from .options import ExportOptions, Target
 from .report import FLIPS, RMS, Check, Quantized, joined, losses_of, worst
 from .runtime.metadata import PREFIX, inspect_onnx, read_signature
 
 ERROR_BATCHES = 4  # held-out batches used to sort the MatMuls by error
 MARGIN = 0.9  # share of the error budget that quantization may use; the final verification allows all of it
+PARTS = ("quantized", "scale", "zero_point")  # suffixes of constants
 PARAMETERS = {  # positions of weight and bias among a norm's inputs
     "LayerNormalization": (1, 2), "SkipLayerNormalization": (2, 3), "RMSNormalization": (1,),
     "SimplifiedLayerNormalization": (1,), "SkipSimplifiedLayerNormalization": (2,),
@@ -105,34 +106,48 @@ def quantize(
     for matmul in matmuls:
         for value in matmul.activations:
             readers[value].append(matmul)
-    expected = joined(_outputs(model, held_out))
-    seen = smooth(model, readers, observe(model, readers, calibration), scheme)
-    ranges = choose_ranges(readers, seen, scheme) if options.needs_calibration else {}
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Path(folder) / "weights"  # of all graphs
+        move_weights(model, weights)
+        exact = list(_outputs(model, held_out, weights)) if held_out else []
+        seen = smooth(model, readers, observe(model, readers, calibration, weights), scheme)
+        add_quantized_weights(model, matmuls, scheme)
+        move_weights(model, weights)
+        ranges = choose_ranges(readers, seen, scheme) if options.needs_calibration else {}
 
-    @functools.lru_cache(maxsize=1)
-    def written(excluded: tuple[MatMul, ...]) -> ir.Model:
-        return write_nodes(model, [matmul for matmul in matmuls if matmul not in excluded], scheme, ranges)
+        def written(excluded: Collection[MatMul]) -> ir.Model:
+            return write_nodes(model, [matmul for matmul in matmuls if matmul not in excluded], scheme, ranges)
 
-    def losses(excluded: tuple[MatMul, ...]) -> list[Check]:
-        return losses_of(joined(_outputs(written(excluded), held_out)), expected)
+        def losses(excluded: Collection[MatMul], whole: bool = False) -> list[Check]:
+            """Returns the losses on all batches, or if `whole` is False, on some if those exceed the budget already."""
+            found, checks = list(exact), list[Check]()
+            for i, outputs in enumerate(_outputs(written(excluded), held_out, weights)):
+                found[i] = outputs  # the others are exact, so that the losses can only grow
+                if (not whole and not i & (i + 1)) or i == len(exact) - 1:  # after 1, 2, 4, 8, ... batches
+                    checks = losses_of(joined(found), joined(exact))
+                    if not all(check.acceptable(MARGIN) for check in checks):
+                        break
+            return checks
 
-    def fits(excluded: Collection[MatMul]) -> bool:
-        return all(loss.acceptable(MARGIN) for loss in losses(tuple(excluded)))
+        def fits(excluded: Collection[MatMul]) -> bool:
+            return all(loss.acceptable(MARGIN) for loss in losses(excluded))
 
-    excluded: tuple[MatMul, ...] = ()
-    if held_out and not fits(()):
-        attention = sum(matmul.weight is None for matmul in matmuls)
-        most = attention + (len(matmuls) - attention) // 2
-        order = _by_error(matmuls, observe(model, readers, held_out[:ERROR_BATCHES]), ranges, scheme)
-        found = fewest_excluded(order, fits, most)
-        if found is None:
-            raise QuantisationError(
-                f"{options.precision} changes outputs too much, even with {most} of {len(matmuls)} MatMuls in float: "
-                f"the rms error must be at most {MARGIN * RMS:g}, and confident predictions may change on at most "
-                f"{MARGIN * FLIPS:.1%} of the images, got {worst(losses(tuple(order[:most])))}"
-            )
-        excluded = found
-    return written(excluded), Quantized(len(matmuls) - len(excluded), tuple(matmul.name for matmul in excluded))
+        excluded: tuple[MatMul, ...] = ()
+        if held_out and not fits(()):
+            attention = sum(matmul.weight is None for matmul in matmuls)
+            most = attention + (len(matmuls) - attention) // 2
+            order = _by_error(matmuls, observe(model, readers, held_out[:ERROR_BATCHES], weights), ranges, scheme)
+            found = fewest_excluded(order, fits, most)
+            if found is None:
+                got = worst(losses(order[:most], whole=True))
+                raise QuantisationError(
+                    f"{options.precision} changes outputs too much, even with {most} of {len(matmuls)} MatMuls in "
+                    f"float: the rms error must be at most {MARGIN * RMS:g}, and confident predictions may change on "
+                    f"at most {MARGIN * FLIPS:.1%} of the images, got {got}"
+                )
+            excluded = found
+        made = ir.external_data.load_to_model(written(excluded))
+    return made, Quantized(len(matmuls) - len(excluded), tuple(matmul.name for matmul in excluded))
 
 
 def quantize_file(source: Path, path: Path, target: Target, files: Sequence[Path]) -> Quantized:
@@ -154,7 +169,7 @@ def quantize_file(source: Path, path: Path, target: Target, files: Sequence[Path
     size = signature.shape[0] or 1
     images = read_images(files, size * -(-CALIBRATION_IMAGES // size))  # whole batches
     inputs = as_inputs(images, info.data_config, signature.image_hw, signature.in_chans)
-    graph = ir.external_data.load_to_model(ir.load(source))
+    graph = ir.load(source)
     facts = dict(graph.metadata_props)
     made, done = quantize(graph, options, [one.numpy() for one in inputs.split(size)], ())
     if any(key.startswith(PREFIX) for key in facts):  # the checks were those of the float file
@@ -166,14 +181,14 @@ def quantize_file(source: Path, path: Path, target: Target, files: Sequence[Path
     return done
 
 
-def observe(model: ir.Model, readers: Readers, batches: Sequence[Batch]) -> dict[str, Observation]:
+def observe(model: ir.Model, readers: Readers, batches: Sequence[Batch], weights: Path) -> dict[str, Observation]:
     """Runs the graph on images and observes the activations of the MatMuls, by name; {} without images."""
     if not batches:
         return {}
     values = {str(value.name): value for value in readers}
     generator = np.random.default_rng(0)
     observers = {name: Observer(generator) for name in values}
-    for arrays in run_graph(model, batches, list(values.values())):
+    for arrays in run_graph(model, batches, list(values.values()), weights=weights):
         for name, array in zip(values, arrays):
             for image in array.astype(np.float32):  # [N, C], or by head
                 if not observers[name].add(image.reshape(-1, image.shape[-1])):
@@ -230,9 +245,9 @@ def smooth(
     return smoothed
 
 
-def _outputs(model: ir.Model, batches: Sequence[Batch]) -> list[dict[str, np.ndarray]]:
+def _outputs(model: ir.Model, batches: Sequence[Batch], weights: Path) -> Iterator[dict[str, np.ndarray]]:
     names = [str(value.name) for value in model.graph.outputs]
-    return [dict(zip(names, arrays)) for arrays in run_graph(model, batches)] if batches else []
+    return (dict(zip(names, arrays)) for arrays in run_graph(model, batches, weights=weights))
 
 
 def _by_error(
@@ -256,8 +271,18 @@ def _by_error(
     return sorted(matmuls, key=lambda matmul: (matmul.weight is not None, -error(matmul)))
 
 
+def add_quantized_weights(model: ir.Model, matmuls: Sequence[MatMul], scheme: Scheme) -> None:
+    """Adds weights in int8 or e4m3, with scales and zero points, which `write_nodes` then uses in each copy."""
+    kind: Any = ml_dtypes.float8_e4m3fn if scheme.kind == "e4m3" else np.int8
+    for value in dict.fromkeys(matmul.node.inputs[1] for matmul in matmuls):
+        if value is not None and (weight := constant_of(value)) is not None:
+            numbers, scale = scheme.quantized_weight(weight)
+            for name, array in zip(PARTS, (numbers.astype(kind), scale, np.zeros(scale.shape, kind))):
+                add_constant(model.graph, array, f"{value.name}_{name}")
+
+
 def write_nodes(model: ir.Model, matmuls: Sequence[MatMul], scheme: Scheme, ranges: Mapping[str, Range]) -> ir.Model:
-    """Returns a copy with these MatMuls in QDQ format, and weights in int8 or e4m3.
+    """Returns a copy with these MatMuls in QDQ format, with the weights of `add_quantized_weights`.
 
     Without `ranges`, the copy has MatMulIntegers of uint8 and int8, with ranges that are computed at run time.
     """
@@ -285,21 +310,18 @@ def _quantized(graph: ir.Graph, value: Any, scheme: Scheme, ranges: Mapping[str,
 
     Returns the dequantized value. Without `ranges`, returns integers, scale and zero point.
     """
-    kind: Any = ml_dtypes.float8_e4m3fn if scheme.kind == "e4m3" else np.int8
-    if (weight := constant_of(value)) is not None:
-        numbers, scale = scheme.quantized_weight(weight)
-        arrays = {"quantized": numbers.astype(kind), "scale": scale, "zero_point": np.zeros(scale.shape, kind)}
+    if value.const_value is not None:
+        parts = [graph.initializers[f"{value.name}_{name}"] for name in PARTS]
     elif ranges:
-        number, zero = scheme.grid(ranges[str(value.name)])
+        kind: Any = {"uint8": np.uint8, "int8": np.int8, "e4m3": ml_dtypes.float8_e4m3fn}[scheme.kind]
         dtype = (value.dtype or ir.DataType.FLOAT).numpy()
-        unsigned: Any = np.uint8 if scheme.kind == "uint8" else kind
-        arrays = {"scale": np.asarray(number, dtype), "zero_point": np.asarray(zero, unsigned)}
+        number, zero = scheme.grid(ranges[str(value.name)])
+        pairs = zip(PARTS[1:], (np.asarray(number, dtype), np.asarray(zero, kind)))
+        constants = [add_constant(graph, array, f"{value.name}_{name}") for name, array in pairs]
+        parts = [append(graph, "QuantizeLinear", value, *constants), *constants]
     else:
         graph.append(dynamic := ir.node("DynamicQuantizeLinear", [value], num_outputs=3))
         return dynamic.outputs
-    parts = [add_constant(graph, array, f"{value.name}_{name}") for name, array in arrays.items()]
-    if weight is None:
-        parts.insert(0, append(graph, "QuantizeLinear", value, *parts))
     if not ranges:
         return parts
-    return append(graph, "DequantizeLinear", *parts, **({"axis": 1} if arrays["scale"].ndim else {}))
+    return append(graph, "DequantizeLinear", *parts, **({"axis": 1} if len(parts[1].shape or ()) else {}))

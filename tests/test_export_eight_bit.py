@@ -67,10 +67,22 @@ def make_outlier(attention: Any, factor: float) -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_layers_with_outliers_stay_in_float_or_the_model_is_rejected(folder: Path, tmp_path: Path) -> None:
+def test_layers_with_outliers_stay_in_float_or_the_model_is_rejected(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, options = digits_vit(), {"precision": "int8", "target": "ort-cpu", "calibration": [folder]}
     make_outlier(model.blocks[1].attn, 1000)
+    sizes: dict[Path, list[int]] = {}  # of the file with weights, after each graph
+    move = graphs.move_weights
+
+    def recorded(graph: ir.Model, file: Path) -> None:
+        move(graph, file)
+        sizes.setdefault(file, []).append(file.stat().st_size)
+
+    monkeypatch.setattr(graphs, "move_weights", recorded)
     report = export_onnx(model, tmp_path / "m.onnx", **options)
+    evaluated = max(sizes.values(), key=len)
+    assert len(evaluated) > 5 and len(set(evaluated[2:])) == 1, "each graph is evaluated with the same weights"
     assert report.eight_bit is not None and "blocks.1.attn.proj" in report.eight_bit.in_float
     assert report.eight_bit.matmuls + len(report.eight_bit.in_float) == 12 and "blocks.1.attn.proj" in str(report)
     assert accuracy_of(tmp_path / "m.onnx") >= accuracy_of() - POINTS
