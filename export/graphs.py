@@ -201,7 +201,13 @@ def capture(call: Call) -> ir.Model:
             block.vit_fast_exported = ExportedBlock(parts, options)
             block.ready, block.is_idle = lambda parts=parts: parts, lambda: False
             block.run_as_block = block.vit_fast_exported.run_as_block
-    with vit.exporting("sdpa", options.dynamic_size), _quiet(), torch.no_grad():
+    with (
+        vit.exporting("sdpa", options.dynamic_size),
+        torch.no_grad(),
+        contextlib.redirect_stdout(io.StringIO()) as printed,  # torch prints traced graphs
+        contextlib.redirect_stderr(printed),
+        warnings.catch_warnings(action="ignore"),
+    ):
         model = _to_onnx(_Exported(call).eval(), call)
     if (written := model.opset_imports.get("")) != options.opset:  # torch cannot always lower the opset
         raise UnsupportedInputError(f"opset {options.opset}", [f"torch wrote opset {written} instead: pass {written}"])
@@ -256,17 +262,6 @@ def _to_onnx(module: _Exported, call: Call) -> ir.Model:
 def calls_any(exported: torch.export.ExportedProgram, operators: Container[Any]) -> bool:
     graphs = [part.graph for part in exported.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
     return any(node.target in operators for graph in graphs for node in graph.nodes)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hides what torch prints, e.g. traced graphs, and the warnings of torch and onnxscript."""
-    with (
-        contextlib.redirect_stdout(io.StringIO()) as printed,
-        contextlib.redirect_stderr(printed),
-        warnings.catch_warnings(action="ignore"),
-    ):
-        yield
 
 
 def optimize(model: ir.Model, options: ExportOptions) -> list[Fusion]:
@@ -373,13 +368,12 @@ def save(model: ir.Model, path: Path, external: bool | None = None) -> str | Non
     if size > PROTOBUF_LIMIT and external is False:
         exceed = "exceed protobuf's limit of 2 GB per file: use external_data=True"
         raise ValueError(f"{size / 1e9:.1f} GB of weights {exceed}")
-    beside = path.with_name(f"{path.name}.data") if external or size > PROTOBUF_LIMIT else None
-    if beside is None:
-        ir.external_data.load_to_model(model)
+    if beside := f"{path.name}.data" if external or size > PROTOBUF_LIMIT else None:
+        move_weights(model, path.with_name(beside))
     else:
-        move_weights(model, beside)
+        ir.external_data.load_to_model(model)
     ir.save(model, path)
-    return None if beside is None else beside.name
+    return beside
 
 
 def run_graph(
@@ -391,18 +385,15 @@ def run_graph(
     Without `optimize`, ONNX Runtime does not store the results of operators on constants. `weights` is a file to which
     `move_weights` has moved the weights; otherwise this function writes them.
     """
-    outputs = list(model.graph.outputs)
     with tempfile.TemporaryDirectory() as folder:
         file = weights or Path(folder) / "weights"
+        made = model.clone()
         if values is not None:
-            model.graph.outputs[:] = values
-        try:
-            made = model.clone()
-        finally:
-            model.graph.outputs[:] = outputs
+            own = [*made.graph.inputs, *(value for node in made.graph for value in node.outputs)]
+            by_name = {value.name: value for value in own}
+            made.graph.outputs[:] = [by_name[value.name] for value in values]
         move_weights(made, file)  # external weights are not copied into protobuf
-        path = file.with_suffix(".onnx")
-        ir.save(made, path)
+        ir.save(made, path := file.with_suffix(".onnx"))
         session = open_session(path, fp8=True, prepack=False, optimize=optimize)
     name = session.get_inputs()[0].name
     for batch in batches:

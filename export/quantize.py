@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -102,7 +103,7 @@ def quantize(
     """
     scheme = Scheme("e4m3" if options.precision == "fp8" else "uint8" if options.uint8_by_int8 else "int8")
     matmuls = matmuls_of(model, scheme)
-    readers: Readers = {value: [] for matmul in matmuls for value in matmul.activations}
+    readers: Readers = defaultdict(list)
     for matmul in matmuls:
         for value in matmul.activations:
             readers[value].append(matmul)
@@ -118,28 +119,26 @@ def quantize(
         def written(excluded: Collection[MatMul]) -> ir.Model:
             return write_nodes(model, [matmul for matmul in matmuls if matmul not in excluded], scheme, ranges)
 
-        def losses(excluded: Collection[MatMul], whole: bool = False) -> list[Check]:
-            """Returns the losses on all batches, or if `whole` is False, on some if those exceed the budget already."""
-            found, checks = list(exact), list[Check]()
+        def failures(excluded: Collection[MatMul], whole: bool = False) -> list[Check]:
+            """Returns losses beyond the budget, on all batches if `whole`, otherwise on the first that exceed it."""
+            found, failed = list(exact), list[Check]()
             for i, outputs in enumerate(_outputs(written(excluded), held_out, weights)):
                 found[i] = outputs  # the others are exact, so that the losses can only grow
-                if (not whole and not i & (i + 1)) or i == len(exact) - 1:  # after 1, 2, 4, 8, ... batches
+                if not i & (i + 1) or i == len(exact) - 1:  # after 1, 2, 4, 8, ... batches
                     checks = losses_of(joined(found), joined(exact))
-                    if not all(check.acceptable(MARGIN) for check in checks):
+                    failed = [check for check in checks if not check.acceptable(MARGIN)]
+                    if failed and not whole:
                         break
-            return checks
-
-        def fits(excluded: Collection[MatMul]) -> bool:
-            return all(loss.acceptable(MARGIN) for loss in losses(excluded))
+            return failed
 
         excluded: tuple[MatMul, ...] = ()
-        if held_out and not fits(()):
+        if held_out and failures(()):
             attention = sum(matmul.weight is None for matmul in matmuls)
             most = attention + (len(matmuls) - attention) // 2
             order = _by_error(matmuls, observe(model, readers, held_out[:ERROR_BATCHES], weights), ranges, scheme)
-            found = fewest_excluded(order, fits, most)
+            found = fewest_excluded(order, lambda excluded: not failures(excluded), most)
             if found is None:
-                got = worst(losses(order[:most], whole=True))
+                got = worst(failures(order[:most], whole=True))
                 raise QuantisationError(
                     f"{options.precision} changes outputs too much, even with {most} of {len(matmuls)} MatMuls in "
                     f"float: the rms error must be at most {MARGIN * RMS:g}, and confident predictions may change on "
