@@ -19,8 +19,8 @@ from ..errors import check_type, raise_unsupported
 from ..libraries.known import fused_form
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from ..quantization import fp8
-from ..reading.examples import examples_of
 from ..reading.reader import read_model
+from ..reading.recorder import examples_of
 from .patch_embed import check_normalize
 from .walk import Walk, is_supported, restore_class, row_of
 

@@ -61,30 +61,13 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None, others: Sequenc
         raise UnreadableError(f"its attribute {name!r} has the name of an attribute of fused modules: rename it")
     copied = random_copy(module)
 
-    def attributes() -> list[tuple[Any, str, object]]:
-        return [row for part in copied.modules() for row in attributes_of(part)]
-
-    def captured(shape: tuple[int, ...], probe: Probe) -> tuple[Graph, Reading]:
-        before, tokens = attributes(), tokens_like(shape)
-        graph = capture(copied, functools.partial(call.run, copied), tokens, *probe.others(tokens))
-        try:
-            is_same = before == attributes()
-        except (RuntimeError, ValueError):  # of other tensors or arrays
-            is_same = False
-        if not is_same:
-            raise UnreadableError("its forward changes attributes")
-        with torch.no_grad():
-            reading = read_graph(graph, copied)
-        check_complete(graph, reading, call.names)
-        return graph, reading
-
     def attempt(ties: Ties) -> Recipe:
         probe, small, shape = Probe(call, others, ties), _small(x, ties), tuple(x.shape)
         try:
-            graph, reading = captured(small, probe)
+            graph, reading = _captured(copied, probe, small)
             fixed = graph.makes_constants()  # the reading is valid for this number of tokens only
         except UnreadableError:
-            _, reading = captured(shape, probe)
+            _, reading = _captured(copied, probe, shape)
             small, fixed = shape, True
         least = [2 + margin(ties, axis) for axis in range(len(shape) - 1)]
         free = free_dimensions(functools.partial(probe.run, copied), shape, least)
@@ -93,7 +76,7 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None, others: Sequenc
         if is_derived := any(isinstance(owner, Derived) for owner, _ in slots):
             fixed = fixed or small == shape
         if small != shape and (fixed or is_derived or len(free) < len(shape) - 1):
-            _, whole = captured(shape, probe)
+            _, whole = _captured(copied, probe, shape)
             # do operators of tables and masks contain sizes?
             fixed = fixed or (is_derived and detached(copied, whole.attention) != detached(copied, attention))
             if fixed or len(free) < len(shape) - 1:
@@ -115,6 +98,26 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None, others: Sequenc
             with contextlib.suppress(UnreadableError, RuntimeError):
                 return attempt(ties)
         return fixed
+
+
+def _captured(copied: nn.Module, probe: Probe, shape: tuple[int, ...]) -> tuple[Graph, Reading]:
+    """Captures and matches a random copy for tokens of a shape."""
+
+    def attributes() -> list[tuple[Any, str, object]]:
+        return [row for part in copied.modules() for row in attributes_of(part)]
+
+    before, tokens = attributes(), tokens_like(shape)
+    graph = capture(copied, functools.partial(probe.call.run, copied), tokens, *probe.others(tokens))
+    try:
+        is_same = before == attributes()
+    except (RuntimeError, ValueError):  # of other tensors or arrays
+        is_same = False
+    if not is_same:
+        raise UnreadableError("its forward changes attributes")
+    with torch.no_grad():
+        reading = read_graph(graph, copied)
+    check_complete(graph, reading, probe.call.names)
+    return graph, reading
 
 
 def _small(x: Tensor, ties: Ties) -> tuple[int, ...]:
