@@ -12,7 +12,7 @@ from ..blocks.computed import DEVICE, DTYPE, LARGEST, RESULT, Computed, Step
 from ..blocks.parts import Slot
 from .capture import CREATORS, Graph, UnreadableError, operator_of
 
-_FIXES_SIZES = {"view", "_unsafe_view", "reshape", "expand", "slice"}  # their arguments may be sizes of the capture
+FIXES_SIZES = {"view", "_unsafe_view", "reshape", "expand", "slice"}  # their arguments may be sizes of the capture
 _VIEWS = {"slice", "select", "view", "unsqueeze", "squeeze", "transpose", "permute", "alias", "diagonal"}
 
 
@@ -36,7 +36,7 @@ def computed(graph: Graph, node: fx.Node, any_size: bool = False) -> Slot:
 
 def _only_reshapes(graph: Graph, node: fx.Node) -> bool:
     """Returns True if an operator with fixed sizes returns the numbers of its input, or repeats them."""
-    if operator_of(node) not in _FIXES_SIZES:
+    if operator_of(node) not in FIXES_SIZES:
         return False
     value, source = graph.values[node], graph.values[node.args[0]]  # type: ignore[index]
     return operator_of(node) == "expand" or torch.equal(value.flatten(), source.flatten())

@@ -163,7 +163,7 @@ class Halves(Vectors):
             scores = (q @ k.transpose(-2, -1))[:, : q.shape[1] // len(self.cores)]
             product = self.values[core.product]
             if operator_of(core.product) == "baddbmm" and core.product.kwargs.get("beta", 1) == 1:
-                product = product - self.values[core.product.args[0]]  # type: ignore[index]
+                product = core.product.kwargs.get("alpha", 1) * self.values[core.q] @ self.values[core.k]
             ratio = product.norm() / scores.norm()
         return float(f"{factor * float(ratio):.7g}")
 

@@ -84,7 +84,12 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None, others: Sequenc
         batch = 1 if reading.layout == "[N, B, C]" else 0
         free = free & {batch} if fixed else free
         allowed = tuple(None if i in free else size for i, size in enumerate(shape))
-        return _proved(copied, probe, reading, small, shape, allowed)
+        try:
+            return _proved(copied, probe, reading, small, shape, allowed)
+        except (UnreadableError, RuntimeError):
+            if not others or small != shape or allowed == shape:
+                raise
+        return _proved(copied, probe, reading, small, shape, shape)  # masks may contain the batch size
 
     tried = ties_of(x.shape, others)
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
@@ -131,9 +136,10 @@ def _proved(
     allowed: tuple[int | None, ...],
 ) -> Recipe:  # fmt: skip
     prove(copied, call, reading, probe)
+    other = tuple(size + 3 * (fixed is None) for size, fixed in zip(probe, allowed))
     if any(allowed[:-1]):  # the others may have another size
-        prove(copied, call, reading, tuple(size + (fixed is None) for size, fixed in zip(probe, allowed)))
-    prove(copied, call, reading, probe, magnitude=1e3)  # e.g. for a clamp
+        prove(copied, call, reading, other)
+    prove(copied, call, reading, other, magnitude=1e3)  # e.g. for a clamp, or a branch on len()
     free = [i for i, fixed in enumerate(allowed) if fixed is None and not margin(call.ties, i)]
     for i in free:  # symbolic sizes are never 1
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,11 @@ from ..blocks.computed import DEVICE, DTYPE
 from ..blocks.parts import Slot, TermParts, Windows, tensor_at
 from .arguments import arguments_of
 from .capture import Graph, UnreadableError, operator_of
-from .constants import computed, derived
+from .constants import FIXES_SIZES, computed, derived
 from .elements import MATMULS, TOLERANCE, Core
 
 INFINITY = float("inf")
+Shape = tuple[int, int, int, int]  # of scores [B, H, N, M]
 
 
 def terms_of(graph: Graph, core: Core, tokens: Tensor, heads: int, keys: int) -> Iterator[TermParts | None]:
@@ -75,7 +76,7 @@ def _sum(graph: Graph, slots: list[tuple[Slot, bool]]) -> Slot | None:
     return found
 
 
-def _added(graph: Graph, core: Core, keys: int, shape: tuple[int, int, int, int]) -> Iterator[tuple[Slot, bool]]:
+def _added(graph: Graph, core: Core, keys: int, shape: Shape) -> Iterator[tuple[Slot, bool]]:
     """Yields what a core adds to its scores [B, H, N, M] of a shape, apart from `_rel`, and True if it hides keys."""
     if core.is_causal:
         hidden = derived(graph, (), "full.default", (keys, keys), -INFINITY, dtype=(DTYPE,), device=(DEVICE,))
@@ -83,7 +84,7 @@ def _added(graph: Graph, core: Core, keys: int, shape: tuple[int, int, int, int]
     by_rel = _rel(graph, core, keys)
     for node, sign in _addends(graph, core):
         if not by_rel or not graph.is_live(node):
-            slot = _slot_of(graph, core, node, shape)
+            slot = _sum_of(graph, core, node, shape)
             hides = node is core.mask and tensor_at(slot).dtype == torch.bool
             slot = _hidden(graph, slot, -INFINITY, False) if hides else slot
             yield slot if sign > 0 else derived(graph, (slot,), "neg.default"), hides
@@ -98,19 +99,37 @@ def _added(graph: Graph, core: Core, keys: int, shape: tuple[int, int, int, int]
             yield _hidden(graph, _slot_of(graph, core, args[0], shape), value, not is_scores), True
 
 
-def _slot_of(graph: Graph, core: Core, node: fx.Node, shape: tuple[int, int, int, int]) -> Slot:
-    """Returns the slot of a constant; of a tensor that depends on arguments, as [B or 1, H or 1, N or 1, M or 1]."""
+def _sum_of(graph: Graph, core: Core, node: fx.Node, shape: Shape) -> Slot:
+    """Returns `_slot_of` a node; of both masks that a forward adds, as nn.MultiheadAttention does."""
+    source: Any = node
+    while operator_of(source) in FIXES_SIZES and graph.values[source].numel() == graph.values[source.args[0]].numel():
+        source = source.args[0]
+    terms = source.all_input_nodes
+    if operator_of(source) != "add" or source.kwargs or len(terms) != 2 or not arguments_of(computed(graph, node)):
+        return _slot_of(graph, core, node, shape)
+    try:
+        a, b = (_slot_of(graph, core, each, shape, graph.values[source].shape) for each in terms)
+    except (RuntimeError, UnreadableError):
+        return _slot_of(graph, core, node, shape)
+    return derived(graph, (a, b), "add.Tensor")
+
+
+def _slot_of(graph: Graph, core: Core, node: fx.Node, shape: Shape, sizes: Sequence[int] = ()) -> Slot:
+    """Returns the slot of a constant; of a tensor that depends on arguments, as [B or 1, H or 1, N or 1, M or 1].
+
+    `sizes` is the shape that the tensor has when it is added to the scores, by default that of the scores.
+    """
     slot = computed(graph, node)
-    if not arguments_of(slot) or shape[2] != shape[3]:
+    if not sizes and (not arguments_of(slot) or shape[2] != shape[3]):
         return slot
     scores: Any = core.product if core.product is not None else core.node
-    lead = graph.values[scores].shape[:-2]
-    target = graph.values[node].expand(*lead, *shape[2:]).reshape(shape[0], -1, *shape[2:])
+    sizes = sizes or (*graph.values[scores].shape[:-2], *shape[2:])
+    target = graph.values[node].expand(*sizes).reshape(shape[0], -1, *shape[2:])
     for any_size in (True, False):
         with contextlib.suppress(RuntimeError):
             slot = computed(graph, node, any_size)
             sizes = tensor_at(slot).shape
-            if len(sizes) == 3 and len(lead) == 1 and sizes[0] == shape[0] * shape[1]:
+            if len(sizes) == 3 and sizes[0] == shape[0] * shape[1]:
                 slot = derived(graph, (slot,), "unflatten.int", 0, (-1, shape[1]))
             value = tensor_at(slot)
             for axes in itertools.permutations(range(4), value.dim()):  # of [B, H, N, M]
