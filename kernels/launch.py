@@ -1,4 +1,4 @@
-"""A kernel launch as data: kernel, arguments, grid and compile options.
+"""A kernel launch as data: kernel, arguments, number of programs and compile options.
 
 A `Launch` can be built from meta tensors, so `inspect/offline.py` can compile the kernels without a GPU.
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import threading
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MAX_GRID_0 = 2**31 - 1
+MAX_PROGRAMS = 2**31 - 1
 
 # Held while triton compiles and loads a kernel. Without this lock, several threads could compile the same kernel. Also,
 # in Python 3.11, `ast.parse` in several threads may raise "AST constructor recursion depth mismatch".
@@ -39,7 +38,7 @@ class Launch:
     """A kernel with its arguments."""
 
     kernel: Any  # decorated with `triton.jit`
-    grid: tuple[int, ...]  # programs along one to three axes
+    programs: int  # all on the first axis of the grid, because CUDA limits the others to 65,535
     args: Mapping[str, Any]  # by name: tensors, descriptors, numbers, tuples (see above), or None for an absent tensor
     constants: Mapping[str, Any]  # compile-time arguments (`tl.constexpr`) by name
     num_warps: int = 4
@@ -72,17 +71,16 @@ class Launch:
         return options
 
     def run(self) -> None:
-        """Launches the kernel on the current stream of `device`. Does nothing if the grid is empty.
+        """Launches the kernel on the current stream of `device`. Does nothing if there are no programs.
 
         Raises:
-            ValueError: the grid is larger than CUDA allows.
+            ValueError: there are more programs than CUDA allows.
         """
-        if math.prod(self.grid) == 0:
+        if self.programs == 0:
             return
-        if self.grid[0] > MAX_GRID_0 or any(size > 65_535 for size in self.grid[1:]):
+        if self.programs > MAX_PROGRAMS:
             raise ValueError(
-                f"the grid must have at most {MAX_GRID_0} programs on axis 0 and 65535 on other axes, got {self.grid}: "
-                "use a smaller batch"
+                f"a kernel must have at most {MAX_PROGRAMS} programs, got {self.programs}: use a smaller batch"
             )
         ready = None
         with _on_device(self.device):
@@ -107,7 +105,7 @@ class Launch:
 
     def _run_by_triton(self) -> Any:
         with compiling:
-            return self.kernel[self.grid](**self.named(), **self.options())
+            return self.kernel[(self.programs,)](**self.named(), **self.options())
 
     def _specialization(self, device: int) -> tuple[Any, ...]:
         """Returns the key of `_ready`, a dict of compiled kernels. Launches with equal keys share a compiled kernel."""
@@ -128,9 +126,8 @@ class Ready:
 
     def launch(self, call: Launch, stream: int) -> None:
         values = {**call.constants, **call.args}
-        x, y, z = (*call.grid, 1, 1)[:3]
         self.compiled.run(
-            x, y, z, stream, self.compiled.function, self.compiled.packed_metadata, None, None, None,
+            call.programs, 1, 1, stream, self.compiled.function, self.compiled.packed_metadata, None, None, None,
             *map(values.__getitem__, self.names),
         )  # fmt: skip
 

@@ -150,7 +150,7 @@ def layer_norm_statistics_launch(
     args = {"x_ptr": x, "part_ptr": part, "out8_ptr": out8, "out_scale_ptr": out_scale, "M": M, "C": C}
     constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
     programs = ceil_div(M, _ROWS) * row_parts(C)
-    return Launch(_layer_norm_statistics_kernel, (programs,), args, constants, device=x.device)
+    return Launch(_layer_norm_statistics_kernel, programs, args, constants, device=x.device)
 
 
 @triton.jit
@@ -229,7 +229,7 @@ def normalize_launch(
     block, rows = chunk(C)
     args = {"x_ptr": x, "mean_ptr": mean, "rstd_ptr": rstd, "normalized_ptr": normalized, "M": M, "C": C, "eps": eps}
     constants = {"RMS": rms, "ROWS": rows, "BLOCK_C": block}
-    return Launch(_normalize_kernel, (ceil_div(M, rows),), args, constants, device=x.device)
+    return Launch(_normalize_kernel, ceil_div(M, rows), args, constants, device=x.device)
 
 
 @dataclass(frozen=True)

@@ -187,10 +187,9 @@ class _Recorder(TorchDispatchMode):
             return
         self._kernels[id(launch.kernel)] = launch.kernel
         everything = {**launch.constants, **launch.args}
-        x, y, z = (*launch.grid, 1, 1)[:3]
         try:
             values = [self._planned_value(everything[name]) for name in ready.names]
-            self._steps.append(PlannedLaunch(ready, (x, y, z), values))
+            self._steps.append(PlannedLaunch(ready, (launch.programs, 1, 1), values))
         except UnplannableError:
             self._failed = True
         except Exception as error:  # a private function of triton has changed

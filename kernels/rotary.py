@@ -309,7 +309,7 @@ def qk_norm_rope_launch(
     parts = 2 if out is x else 3
     args |= {"out_ptr": out, "biases": settings.biases or _NONE}
     constants |= {"SEPARATE": separate, "INVERSE": inverse, "PARTS": parts}
-    return Launch(_qk_norm_rope_kernel, (blocks * parts,), args, constants, num_warps=warps, device=x.device)
+    return Launch(_qk_norm_rope_kernel, blocks * parts, args, constants, num_warps=warps, device=x.device)
 
 
 def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
@@ -342,7 +342,7 @@ def qk_norm_rope_gradients(
     args |= {"grad_ptr": grad, "out_ptr": out, "part_ptr": part, "blocks": blocks}
     # on sm_100, ptxas by itself limits the kernel to 96 registers, which causes spills
     Launch(
-        _qk_norm_rope_grad_kernel, (programs * parts,), args, constants | {"PARTS": parts}, num_warps=warps,
+        _qk_norm_rope_grad_kernel, programs * parts, args, constants | {"PARTS": parts}, num_warps=warps,
         maxnreg=128, device=x.device,
     ).run()  # fmt: skip
     return out, None if part is None else part.sum(0)

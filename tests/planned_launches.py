@@ -120,7 +120,7 @@ def scaled_copy(source, target, n, scale, flag, SIZE: triton.language.constexpr)
 
 def a_launch(n: object = 16, scale: float = 0.5, flag: object = 3, *, size: int = 32, offset: int = 0) -> Launch:
     args = {"source": torch.zeros(64)[offset:], "target": torch.zeros(64), "n": n, "scale": scale, "flag": flag}
-    return Launch(scaled_copy, (1,), args, {"SIZE": size})
+    return Launch(scaled_copy, 1, args, {"SIZE": size})
 
 
 def a_descriptor() -> TensorDescriptor:
@@ -212,7 +212,7 @@ def precision() -> None:
 def launched_copy(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     args = {"source": x, "target": out, "n": x.numel(), "scale": 1.0, "flag": 0}
-    Launch(scaled_copy, (1,), args, {"SIZE": 64}).run()
+    Launch(scaled_copy, 1, args, {"SIZE": 64}).run()
     return out
 
 

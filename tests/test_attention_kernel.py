@@ -32,7 +32,7 @@ from vit_fast.kernels.attention import attention, attention_launch
 from vit_fast.kernels.attention.attention_backward import backward_launches
 from vit_fast.kernels.attention.attention_forward import forward_launch
 from vit_fast.kernels.attention.attention_launch import AttentionCall
-from vit_fast.kernels.attention.attention_policy import BackwardConfig, ForwardConfig
+from vit_fast.kernels.attention.attention_policy import AttentionConfig
 from vit_fast.kernels.device import gpu_of
 
 HALF = (torch.float16, torch.bfloat16)
@@ -90,30 +90,30 @@ def test_drawn_shapes_and_layouts(data, batch, heads, lengths, head_dim, dtype, 
 
 
 FORWARD_CONFIGS = [
-    ForwardConfig("row", 64, 128, tiles=1),
-    ForwardConfig("row", 16, 64, tiles=4),
-    ForwardConfig("row", 64, 256, tiles=4, num_warps=8),
-    ForwardConfig("row", 64, 128, tiles=2, chunks=1),
-    ForwardConfig("looped", 64, 128),
-    ForwardConfig("looped", 32, 32, num_stages=1),
+    AttentionConfig(64, 128, chunks=3, tiles=1),
+    AttentionConfig(16, 64, chunks=3, tiles=4),
+    AttentionConfig(64, 256, num_warps=8, chunks=3, tiles=4),
+    AttentionConfig(64, 128, chunks=1, tiles=2),
+    AttentionConfig(64, 128),
+    AttentionConfig(32, 32, num_stages=1),
 ]
-BACKWARD_CONFIGS = [BackwardConfig(64, 32, num_stages=1), BackwardConfig(32, 64, num_stages=1)]
+BACKWARD_CONFIGS = [AttentionConfig(64, 32, num_stages=1), AttentionConfig(32, 64, num_stages=1)]
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("tma", [True, False], ids=["tma", "pointers"])
 @pytest.mark.parametrize("head_dim", [64, 80], ids=["whole", "split"])
 @pytest.mark.parametrize("config", [*FORWARD_CONFIGS, *BACKWARD_CONFIGS], ids=str)
-def test_every_configuration(config: ForwardConfig | BackwardConfig, head_dim: int, tma: bool) -> None:
+def test_every_configuration(config: AttentionConfig, head_dim: int, tma: bool) -> None:
     if tma and int(gpu_of(DEVICE).arch.removeprefix("sm_")) < 90:
         pytest.skip("no TMA before sm_90")
-    config = dataclasses.replace(config, tma=tma)
+    forward, config = config in FORWARD_CONFIGS, dataclasses.replace(config, tma=tma)
     q, k, v = packed_inputs(1, 100, 2, head_dim, torch.float16)
     do = _gradient_of(q)
     o, lse = nan_output(q)
     dq, dk, dv, delta = nan_like(q, k, v, lse)
     call = AttentionCall(q, k, v, lse, 0.2)
-    if isinstance(config, ForwardConfig):
+    if forward:
         launches, found = [forward_launch(call, o, config)], {"o": o}
     else:
         attention.attention_forward(call, o)
@@ -204,18 +204,18 @@ def test_grids() -> None:
     """All heads are on the first axis, because the others are limited to 65,535. Impossible launches raise errors."""
     qkv = torch.empty(70_000, 5, 3, 2, 16, device="meta", dtype=torch.float16)
     q, k, v = qkv.transpose(1, 3).unbind(2)
-    lse, config = torch.empty(70_000, 2, 5, device="meta"), BackwardConfig(32, 32)
+    lse, config = torch.empty(70_000, 2, 5, device="meta"), AttentionConfig(32, 32)
     call = AttentionCall(q, k, v, lse, 0.25)
     launches = (
-        forward_launch(call, q, ForwardConfig("row", 16, 64)),
-        forward_launch(call, q, ForwardConfig("looped", 32, 32)),
+        forward_launch(call, q, AttentionConfig(16, 64, chunks=3)),
+        forward_launch(call, q, AttentionConfig(32, 32)),
         *backward_launches(call, q, q, q, k, v, lse, config, config),
     )
-    assert [launch.grid for launch in launches] == [(140_000,)] * 4
+    assert [launch.programs for launch in launches] == [140_000] * 4
     with pytest.raises(ValueError, match="use a smaller batch"):
-        dataclasses.replace(launches[0], grid=(2**31,)).run()
+        dataclasses.replace(launches[0], programs=2**31).run()
     with pytest.raises(ValueError, match=r"n_kv must be between 1 and 4 .* got 5"):
-        forward_launch(call, q, ForwardConfig("row", 16, 4, chunks=1))
+        forward_launch(call, q, AttentionConfig(16, 4, chunks=1))
 
 
 @pytest.mark.gpu

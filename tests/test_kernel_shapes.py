@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from vit_fast.cli import main
 from vit_fast.kernels.attention import attention_policy
-from vit_fast.kernels.attention.attention_policy import ForwardConfig
+from vit_fast.kernels.attention.attention_policy import AttentionConfig
 from vit_fast.kernels.device import REFERENCE_GPU, Gpu
 from vit_fast.kernels.inspect import attention_tuning, offline
 from vit_fast.kernels.launch import Launch
@@ -145,21 +145,21 @@ def test_two_launches_compute_the_same_as_one(dtype: torch.dtype, splits: int, m
 
 
 SHAPE = (1, 33, 1, 16)
-FAST = ForwardConfig("looped", 64, 64, num_stages=2, tma=True)
+FAST = AttentionConfig(64, 64, num_stages=2, tma=True)
 
 
 def test_the_fastest_correct_configuration_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of 48 queries does not compile; an empty grid writes nothing."""
     task = next(attention_tuning.tasks(*SHAPE, device=DEVICE))
-    tried = [task.by_rule, FAST, ForwardConfig("looped", 48, 64)]
+    tried = [task.by_rule, FAST, AttentionConfig(48, 64)]
     monkeypatch.setattr(attention_tuning, "candidates", lambda task: iter(tried))
 
     def measure(launch: Launch) -> float:
         return 0.5 if launch.constants.get("LOOP", (0, 0))[1] == FAST.block_n else 1.0
 
-    def launch_wrong(config: ForwardConfig) -> Launch:
+    def launch_wrong(config: AttentionConfig) -> Launch:
         launch = task.launch(config)
-        return launch if config == task.by_rule else replace(launch, grid=(0,))
+        return launch if config == task.by_rule else replace(launch, programs=0)
 
     assert attention_tuning.fastest(task, measure) == (FAST, 0.5)
     assert attention_tuning.fastest(replace(task, launch=launch_wrong), measure)[0] == task.by_rule

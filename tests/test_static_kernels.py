@@ -22,7 +22,7 @@ STATS = {
     "atomics": 0,
 }  # fmt: skip
 
-BUILD = offline.Build("kernel", "case", Launch(None, (1,), {}, {"DEPENDENT": True}), needs=("hgmma",))
+BUILD = offline.Build("kernel", "case", Launch(None, 1, {}, {"DEPENDENT": True}), needs=("hgmma",))
 
 
 def run_compiler(*command: str) -> Any:

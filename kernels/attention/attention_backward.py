@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..launch import Launch, decoded
 from .attention_launch import AttentionCall, looped_launch
-from .attention_policy import BackwardConfig
+from .attention_policy import AttentionConfig
 from .attention_tiles import (
     chosen,
     dot_add,
@@ -44,7 +44,10 @@ from .attention_tiles import (
 
 @triton.jit
 def _dq_step(pair, start, n_kv, shared, dq, KEYS: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr, FORM):
-    """Adds the contribution of keys start .. start + KEYS to dq of a query tile, before dq is multiplied by scale."""
+    """Adds the contribution of keys start .. start + KEYS to dq of a query tile, before dq is multiplied by scale.
+
+    Like `_dkdv_step`, a step of `over_tiles` (attention_tiles.py).
+    """
     k, v = pair
     qt, dot, lse, delta, mask, qk_scale = shared
     PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
@@ -185,7 +188,7 @@ def _attention_bwd_dkdv_kernel(
 
 def backward_launches(
     call: AttentionCall, o: Tensor, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, delta: Tensor,
-    for_dq: BackwardConfig, for_dkdv: BackwardConfig,
+    for_dq: AttentionConfig, for_dkdv: AttentionConfig,
 ) -> tuple[Launch, Launch]:  # fmt: skip
     """Returns the launches of both kernels; `attention.attention_backward` describes the tensors."""
     args, keys, queries = {"delta_ptr": delta, "scale": call.scale}, {"k": call.k, "v": call.v}, {"q": call.q, "do": do}

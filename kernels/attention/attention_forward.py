@@ -24,7 +24,7 @@ from torch import Tensor
 from ..launch import Launch, ceil_div, decoded
 from ..ptx import divided, wait_for_previous
 from .attention_launch import AttentionCall, looped_launch, tiled_launch
-from .attention_policy import ForwardConfig, cover
+from .attention_policy import AttentionConfig, cover
 from .attention_tiles import (
     dot_add,
     dot_transposed,
@@ -70,7 +70,10 @@ def store_state(o, lse_ptr, state, o_scale_ptr, row, start, n_q, EMPTY: tl.const
 
 @triton.jit
 def _load_chunks(blocks, head, n_kv, COUNT: tl.constexpr, CHUNKS, STARTS, MASKED: tl.constexpr, FORM):
-    """Loads all keys or values of a head in COUNT tiles. Only the last one may extend past the last key."""
+    """Loads all keys or values of a head in COUNT tiles. Only the last one may extend past the last key.
+
+    blocks: (lo, hi) of each tile; head: (image, head, strides). Together, they form a tensor (attention_tiles.py).
+    """
     chunks = ()
     for i in tl.static_range(COUNT):
         chunk = load_tile(blocks[i] + head, STARTS[i], n_kv, CHUNKS[i], FORM, MASKED and i == COUNT - 1)
@@ -88,7 +91,9 @@ def _attention_fwd_row_kernel(
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     qk_scale,
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None
-    FORM, ROW, DEPENDENT: tl.constexpr,
+    FORM,
+    ROW,  # BLOCK_M, TILES, rows of three chunks (0: no chunk), SURE, MASKED, STAGES: see below
+    DEPENDENT: tl.constexpr,  # starts before the previous kernel ends (ptx.py)
 ):  # fmt: skip
     wait_for_previous(DEPENDENT)
     BLOCK_M: tl.constexpr = ROW[0]
@@ -97,7 +102,7 @@ def _attention_fwd_row_kernel(
     STARTS: tl.constexpr = (0, ROW[2], ROW[2] + ROW[3])
     COUNT: tl.constexpr = 1 + (ROW[3] > 0) + (ROW[4] > 0)
     SURE: tl.constexpr = ROW[5]
-    MASKED: tl.constexpr = ROW[6]
+    MASKED: tl.constexpr = ROW[6]  # the last chunk extends past the last key
     STAGES: tl.constexpr = ROW[7]
     n_heads, n_q, n_kv = decoded(sizes[0]), decoded(sizes[1]), decoded(sizes[2])
     groups = tl.cdiv(n_q, BLOCK_M * TILES)
@@ -172,7 +177,7 @@ def empty_state(ROWS: tl.constexpr, FORM):
 
 @triton.jit
 def _online_step(pair, start, n_kv, shared, state, KEYS: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr, FORM):
-    """Adds keys start .. start + KEYS to the state of a query tile."""
+    """Adds keys start .. start + KEYS to the state of a query tile; a step of `over_tiles` (attention_tiles.py)."""
     k, v = pair
     qt, mask, qk_scale = shared
     kt = load_tile(k, start, n_kv, KEYS, FORM, MASKED)
@@ -189,11 +194,12 @@ def _attention_fwd_looped_kernel(
     q_lo, q_hi, o_lo, o_hi, k_a_lo, k_a_hi, k_b_lo, k_b_hi, k_c_lo, k_c_hi,
     v_a_lo, v_a_hi, v_b_lo, v_b_hi, v_c_lo, v_c_hi,
     strides,  # of q, o, k and v
-    sizes, limits,
+    sizes, limits,  # see attention_tiles.py
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     qk_scale,
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None
-    FORM, LOOP, DEPENDENT: tl.constexpr,
+    FORM, LOOP,
+    DEPENDENT: tl.constexpr,  # starts before the previous kernel ends (ptx.py)
 ):  # fmt: skip
     wait_for_previous(DEPENDENT)
     BLOCK_M: tl.constexpr = LOOP[0]
@@ -222,12 +228,12 @@ def _attention_fwd_looped_kernel(
 
 
 def forward_launch(
-    call: AttentionCall, o: Tensor, config: ForwardConfig, o_scale: Tensor | None = None
+    call: AttentionCall, o: Tensor, config: AttentionConfig, o_scale: Tensor | None = None
 ) -> Launch:  # fmt: skip
     """Returns the launch of the forward; `attention.attention_forward` describes o and o_scale."""
     own, streamed, args = {"q": call.q, "o": o}, {"k": call.k, "v": call.v}, {"o_scale_ptr": o_scale}
     n_q, n_kv, early = call.q.shape[2], call.k.shape[2], config.dependent
-    if config.scheme == "looped":
+    if not config.chunks:
         kernel = _attention_fwd_looped_kernel
         return looped_launch(kernel, call, own, streamed, config, args, matmuls=2, tails=2, DEPENDENT=early)
     chunks = cover(n_kv, config.block_n, config.chunks)

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device import gpu_of, matmul_kind
 from ..launch import Launch, ceil_div, unspecialized
-from .attention_policy import BackwardConfig, ForwardConfig, Problem, cover, split_head_dim
+from .attention_policy import AttentionConfig, Problem, cover, split_head_dim
 
 _LOG2_E = 1.4426950408889634
 _ALIGNMENT = 16  # in bytes, of addresses and strides: required by TMA and by vector loads
@@ -134,7 +134,7 @@ def _common_alignment(*tensors: Tensor) -> int:
 
 def looped_launch(
     kernel: Any, call: AttentionCall, own: Mapping[str, Tensor], streamed: Mapping[str, Tensor],
-    config: ForwardConfig | BackwardConfig, args: Mapping[str, Any], *, matmuls: int, tails: int = 1, **constants: Any,
+    config: AttentionConfig, args: Mapping[str, Any], *, matmuls: int, tails: int = 1, **constants: Any,
 ) -> Launch:  # fmt: skip
     """Returns the launch of a kernel that loops over tiles of `streamed`. For the arguments, see `tiled_launch`.
 
@@ -157,7 +157,7 @@ def looped_launch(
 
 def tiled_launch(
     kernel: Any, call: AttentionCall, own: Mapping[str, Tensor], streamed: Mapping[str, Tensor],
-    config: ForwardConfig | BackwardConfig, args: Mapping[str, Any], *, block: int, pieces: Sequence[int], matmuls: int,
+    config: AttentionConfig, args: Mapping[str, Any], *, block: int, pieces: Sequence[int], matmuls: int,
     tiles: int = 1, **constants: Any,
 ) -> Launch:  # fmt: skip
     """Returns the launch of a kernel that processes tiles of `own` (e.g. q, o) with all rows of `streamed` (e.g. k, v).
@@ -187,7 +187,7 @@ def tiled_launch(
         "qk_scale": call.scale * _LOG2_E, **args,
     }  # fmt: skip
     return Launch(
-        kernel, (batch * heads * per_head,), args, {"FORM": form, **constants}, num_warps=config.num_warps,
+        kernel, batch * heads * per_head, args, {"FORM": form, **constants}, num_warps=config.num_warps,
         num_stages=config.num_stages, maxnreg=config.maxnreg, flop=2.0 * matmuls * call.lse.numel() * n_kv * head_dim,
         device=rows.device,
     )  # fmt: skip

@@ -22,31 +22,18 @@ ROW_CHUNKS = ((128, 3), (128, 2), (256, 1))
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
-    """Configuration of a forward kernel."""
+class AttentionConfig:
+    """Configuration of an attention kernel."""
 
-    scheme: str  # "row" (all keys on chip, at most 256) or "looped"
     block_m: int  # queries per tile
-    block_n: int  # keys per tile of the looped kernel; largest chunk of the row kernel
-    tiles: int = 1  # maximum number of query tiles per program of the row kernel
-    chunks: int = 3  # maximum number of chunks of the row kernel; 197 keys in three chunks: (128, 64, 16)
+    block_n: int  # keys per tile; largest chunk of the row kernel
     num_warps: int = 4
     num_stages: int = 2
     tma: bool = False  # use TMA descriptors if the layout allows
     maxnreg: int | None = None
-    dependent: bool = False  # use programmatic dependent launch (ptx.py)
-
-
-@dataclass(frozen=True)
-class BackwardConfig:
-    """Configuration of a backward kernel, with tiles of block_m queries by block_n keys."""
-
-    block_m: int
-    block_n: int
-    num_warps: int = 4
-    num_stages: int = 2
-    tma: bool = False
-    maxnreg: int | None = None
+    chunks: int = 0  # maximum number of chunks of the row kernel; 0 for other kernels, which loop over tiles
+    tiles: int = 1  # maximum number of query tiles per program of the row kernel
+    dependent: bool = False  # forward: use programmatic dependent launch (ptx.py)
 
 
 @cache
@@ -120,36 +107,36 @@ class Problem:
         return f"{self.element}/{self.width}/{length}/{access}"
 
 
-def forward_config(problem: Problem) -> ForwardConfig:
+def forward_config(problem: Problem) -> AttentionConfig:
     if problem.form != "fixed":
         return _forward_of_sequences(problem, forward_config(problem.of_one_long))
     tuned = _tuned(problem, "forward")
-    config = ForwardConfig(**tuned) if tuned else _forward_rule(problem)
-    if config.scheme == "row":
+    config = AttentionConfig(**tuned) if tuned else _forward_rule(problem)
+    if config.chunks:
         config = replace(config, tiles=_tiles_per_program(problem, config))
     return with_early_start(problem, config)
 
 
-def with_early_start(problem: Problem, config: ForwardConfig) -> ForwardConfig:
+def with_early_start(problem: Problem, config: AttentionConfig) -> AttentionConfig:
     early = config.tiles == 1 and problem.element == "half" and starts_early(problem.arch)  # TF32 would spill
     return replace(config, dependent=early)
 
 
-def dq_config(problem: Problem) -> BackwardConfig:
+def dq_config(problem: Problem) -> AttentionConfig:
     if problem.form != "fixed":
         problem = problem.of_one_long
     tuned = _tuned(problem, "dq")
-    return BackwardConfig(**tuned) if tuned else _dq_rule(problem)
+    return AttentionConfig(**tuned) if tuned else _dq_rule(problem)
 
 
-def dkdv_config(problem: Problem) -> BackwardConfig:
+def dkdv_config(problem: Problem) -> AttentionConfig:
     if problem.form != "fixed":
         return _dkdv_of_sequences(problem, dkdv_config(problem.of_one_long))
     tuned = _tuned(problem, "dkdv")
-    return BackwardConfig(**tuned) if tuned else _dkdv_rule(problem)
+    return AttentionConfig(**tuned) if tuned else _dkdv_rule(problem)
 
 
-def _forward_of_sequences(problem: Problem, config: ForwardConfig) -> ForwardConfig:
+def _forward_of_sequences(problem: Problem, config: AttentionConfig) -> AttentionConfig:
     """Adapts the `config` of fixed inputs to packed or masked inputs: smaller tiles for short sequences, no spills."""
     width, ampere, blackwell = problem.width, problem.generation == "ampere", problem.generation == "blackwell"
     if problem.n_q <= SHORT or (blackwell and width == 128):
@@ -168,20 +155,21 @@ def _forward_of_sequences(problem: Problem, config: ForwardConfig) -> ForwardCon
     return config
 
 
-def _dkdv_of_sequences(problem: Problem, config: BackwardConfig) -> BackwardConfig:
+def _dkdv_of_sequences(problem: Problem, config: AttentionConfig) -> AttentionConfig:
     width, half = problem.width, problem.element == "half"
     if width == 128 and not half:
         config = replace(config, block_m=16, num_warps=8)
     if width >= 80 and problem.generation == "ampere" and problem.form == "masked":
         config = replace(config, block_m=16)
-    if width == 80 and (problem.arch == "sm_80" if half else problem.arch in _SMALL_AMPERE):
+    packed_hopper = problem.form == "packed" and problem.generation == "hopper"
+    if width == 80 and (problem.arch == "sm_80" if half else problem.arch in _SMALL_AMPERE or packed_hopper):
         config = replace(config, block_m=16)  # tiles of 32 queries spill; in half precision, only with triton 3.6
     if width == 128 and problem.generation == "hopper" and config.tma:
         config = replace(config, block_m=64, num_warps=8)
     return config
 
 
-def _tiles_per_program(problem: Problem, config: ForwardConfig) -> int:
+def _tiles_per_program(problem: Problem, config: AttentionConfig) -> int:
     """Returns query tiles per program: config.tiles, halved while there are under four programs per multiprocessor."""
     tiles = -(-problem.n_q // config.block_m)
     per_program = config.tiles
@@ -192,14 +180,14 @@ def _tiles_per_program(problem: Problem, config: ForwardConfig) -> int:
     return per_program
 
 
-def _forward_rule(problem: Problem) -> ForwardConfig:
+def _forward_rule(problem: Problem) -> AttentionConfig:
     tma, generation, width = problem.uses_tma, problem.generation, problem.width
     if problem.element == "tf32":
         if generation != "ampere" and tma:
-            return ForwardConfig("looped", 64, 32, num_warps=4 if generation == "hopper" else 8, num_stages=2, tma=True)
-        return ForwardConfig("looped", 32, 64, num_warps=8, num_stages=2)
+            return AttentionConfig(64, 32, num_warps=4 if generation == "hopper" else 8, num_stages=2, tma=True)
+        return AttentionConfig(32, 64, num_warps=8, num_stages=2)
     if problem.access == "scalar":
-        return ForwardConfig("looped", 32, 32, num_warps=4, num_stages=1)
+        return AttentionConfig(32, 32, num_warps=4, num_stages=1)
     # with more columns, or with more keys (including padding), the row kernel spills
     most_columns, most_keys = 80 if tma else 64, 208 if generation == "ampere" else MAX_ROW_KEYS
     keys = sum(cover(problem.n_kv, 128, 3))
@@ -208,63 +196,63 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
     alone = problem.arch in ("sm_86", "sm_89", "sm_120") and width * (4 * keys + 128) > 49 * 1024
     if generation == "ampere" and (problem.n_q <= 64 or alone) and 128 < keys <= most_keys and width <= most_columns:
         # up to 64 queries (attention pooling) are a single tile, for which the row kernel spills (_tiles_per_program)
-        return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
+        return AttentionConfig(64, 64, num_warps=4, num_stages=2)
     if width <= most_columns and keys in range(1, most_keys + 1):
         # one query tile per program on blackwell: two would need all tensor memory of the multiprocessor
         tiles = 1 if generation == "blackwell" else 4
-        return ForwardConfig("row", 64, 128, tiles=tiles, num_warps=4, num_stages=1, tma=tma)
+        return AttentionConfig(64, 128, num_warps=4, num_stages=1, tma=tma, chunks=3, tiles=tiles)
     if tma and generation == "hopper":
-        return ForwardConfig("looped", 64, 128 if width < 128 else 64, num_warps=4, num_stages=2, tma=True)
+        return AttentionConfig(64, 128 if width < 128 else 64, num_warps=4, num_stages=2, tma=True)
     if tma:
-        return ForwardConfig("looped", 128, 64, num_warps=4, num_stages=2, tma=True)
+        return AttentionConfig(128, 64, num_warps=4, num_stages=2, tma=True)
     if problem.arch == "sm_120" and width == 128:
         # tiles of 128 queries spill
-        return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=2)
+        return AttentionConfig(64, 64, num_warps=8, num_stages=2)
     if generation == "ampere" and width == 48 and problem.arch != "sm_80":
         # with 168 registers per thread, 3 programs of 4 warps fit on a multiprocessor, or 1 program of 8 warps;
         # 2 programs of 8 warps would need maxnreg=128, and spill
-        return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
+        return AttentionConfig(64, 64, num_warps=4, num_stages=2)
     if generation == "ampere":
         # without maxnreg, ptxas uses 170 registers for 48 columns, and only one program fits per multiprocessor
-        return ForwardConfig("looped", 128, 64, num_warps=8, num_stages=2, maxnreg=128 if width == 48 else None)
-    return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=1)
+        return AttentionConfig(128, 64, num_warps=8, num_stages=2, maxnreg=128 if width == 48 else None)
+    return AttentionConfig(64, 64, num_warps=8, num_stages=1)
 
 
-def _dq_rule(problem: Problem) -> BackwardConfig:
+def _dq_rule(problem: Problem) -> AttentionConfig:
     if problem.element != "half" and problem.width > 64:
         # tiles of 32 queries spill on sm_80; without maxnreg, ptxas uses 64 registers and spills
-        return BackwardConfig(16, 32, num_warps=8, num_stages=1, maxnreg=128)
+        return AttentionConfig(16, 32, num_warps=8, num_stages=1, maxnreg=128)
     if problem.element != "half" or problem.access == "scalar":
-        return BackwardConfig(32, 32, num_warps=8, num_stages=1)
+        return AttentionConfig(32, 32, num_warps=8, num_stages=1)
     if problem.generation == "ampere" and problem.width > 80:
-        return BackwardConfig(32, 32, num_warps=8, num_stages=2)
+        return AttentionConfig(32, 32, num_warps=8, num_stages=2)
     if problem.generation == "ampere":
-        return BackwardConfig(64, 32, num_warps=4, num_stages=2)
+        return AttentionConfig(64, 32, num_warps=4, num_stages=2)
     if problem.uses_tma:
-        return BackwardConfig(64, 64, num_warps=4, num_stages=2, tma=True)
-    return BackwardConfig(64, 64, num_warps=4 if problem.width <= 80 else 8, num_stages=1)
+        return AttentionConfig(64, 64, num_warps=4, num_stages=2, tma=True)
+    return AttentionConfig(64, 64, num_warps=4 if problem.width <= 80 else 8, num_stages=1)
 
 
-def _dkdv_rule(problem: Problem) -> BackwardConfig:
+def _dkdv_rule(problem: Problem) -> AttentionConfig:
     if problem.element != "half":
-        return BackwardConfig(32, 32, num_warps=8 if problem.width <= 80 else 16, num_stages=1)
+        return AttentionConfig(32, 32, num_warps=8 if problem.width <= 80 else 16, num_stages=1)
     if problem.access == "scalar":
         block_m, block_n = (32, 32) if problem.width <= 64 else (16, 32) if problem.width == 80 else (32, 16)
-        return BackwardConfig(block_m, block_n, num_warps=8, num_stages=1)
+        return AttentionConfig(block_m, block_n, num_warps=8, num_stages=1)
     if problem.generation == "ampere" and problem.width == 128:
-        return BackwardConfig(32, 32, num_warps=8, num_stages=2)
+        return AttentionConfig(32, 32, num_warps=8, num_stages=2)
     if problem.arch == "sm_120" and problem.width == 96:
         # tiles of 32 queries spill
-        return BackwardConfig(16, 64, num_warps=8, num_stages=2)
+        return AttentionConfig(16, 64, num_warps=8, num_stages=2)
     if problem.generation == "ampere":
-        return BackwardConfig(32, 64, num_warps=4 if problem.width <= 64 else 8, num_stages=2)
+        return AttentionConfig(32, 64, num_warps=4 if problem.width <= 64 else 8, num_stages=2)
+    # tiles of 64 queries with 128 columns spill on hopper
+    block_m = 32 if problem.generation == "hopper" and problem.width == 128 else 64
     if problem.uses_tma:
-        # tiles of 64 queries with 128 columns spill on hopper
-        block_m = 32 if problem.generation == "hopper" and problem.width == 128 else 64
         # without maxnreg, ptxas uses 128 registers for 48 columns on blackwell, and spills
         maxnreg = 168 if problem.generation == "blackwell" and problem.width == 48 else None
-        return BackwardConfig(block_m, 64, num_warps=4, num_stages=2, tma=True, maxnreg=maxnreg)
-    return BackwardConfig(64, 64, num_warps=4 if problem.width <= 64 else 8, num_stages=1)
+        return AttentionConfig(block_m, 64, num_warps=4, num_stages=2, tma=True, maxnreg=maxnreg)
+    return AttentionConfig(block_m, 64, num_warps=4 if problem.width <= 64 else 8, num_stages=1)
 
 
 @cache

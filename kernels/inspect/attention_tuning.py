@@ -21,10 +21,8 @@ from ..attention import attention_policy as policy
 from ..attention.attention_backward import backward_launches
 from ..attention.attention_forward import forward_launch
 from ..attention.attention_launch import AttentionCall
-from ..attention.attention_policy import TABLE_PATH, BackwardConfig, ForwardConfig, Problem
+from ..attention.attention_policy import TABLE_PATH, AttentionConfig, Problem
 from ..launch import Launch
-
-Config = ForwardConfig | BackwardConfig
 
 # (batch, tokens, heads, head_dim) of ViTs. For shapes of equal `Problem.shape_class`, only the last result is stored.
 SHAPES = (
@@ -40,37 +38,37 @@ class Task:
 
     kernel: str
     problem: Problem
-    by_rule: Config
+    by_rule: AttentionConfig
     launch: Callable[[Any], Launch]
     outputs: tuple[torch.Tensor, ...]
 
 
-def candidates(task: Task) -> Iterator[Config]:
+def candidates(task: Task) -> Iterator[AttentionConfig]:
     """Yields configurations to measure; the first one is the default."""
     yield task.by_rule
     tma = task.problem.uses_tma
     if task.kernel != "forward":
         tiles = ((64, 64), (128, 64), (64, 128), (64, 32), (32, 64))
         for (block_m, block_n), num_warps, num_stages in product(tiles, (4, 8), (1, 2, 3)):
-            yield BackwardConfig(block_m, block_n, num_warps, num_stages, tma)
+            yield AttentionConfig(block_m, block_n, num_warps, num_stages, tma)
         return
     if task.problem.n_kv <= policy.MAX_ROW_KEYS:
         choices = product(policy.ROW_CHUNKS, (1, 2, 4), (1, 2), (None, 168))
         for (largest, chunks), per_program, num_stages, maxnreg in choices:
-            config = ForwardConfig("row", 64, largest, per_program, chunks, 4, num_stages, tma, maxnreg)
+            config = AttentionConfig(64, largest, 4, num_stages, tma, maxnreg, chunks, per_program)
             yield policy.with_early_start(task.problem, config)
     warps = ((64, 128, 4), (64, 64, 4), (128, 128, 8), (128, 64, 8), (128, 64, 4))
     for (block_m, block_n, num_warps), num_stages in product(warps, (2, 3)):
-        config = ForwardConfig("looped", block_m, block_n, num_warps=num_warps, num_stages=num_stages, tma=tma)
+        config = AttentionConfig(block_m, block_n, num_warps, num_stages, tma)
         yield policy.with_early_start(task.problem, config)
 
 
-def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, float]:
+def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[AttentionConfig, float]:
     """Returns the fastest configuration whose output matches the output of the default, and its time in ms.
 
     `measure` returns the time of a launch in ms. Candidates that raise an exception are skipped; the default must run.
     """
-    times: dict[Config, float] = {}
+    times: dict[AttentionConfig, float] = {}
     expected: list[torch.Tensor] = []
     for config in candidates(task):
         try:
@@ -97,7 +95,7 @@ def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.devi
     call = AttentionCall(q, k, v, lse, head_dim**-0.5)
     problem, forward = call.problem(o, do, dq), partial(forward_launch, call, o)
 
-    def backward(config: BackwardConfig) -> tuple[Launch, Launch]:
+    def backward(config: AttentionConfig) -> tuple[Launch, Launch]:
         return backward_launches(call, o, do, dq, dk, dv, delta, config, config)
 
     by_rule, dq_by_rule = policy.forward_config(problem), policy.dq_config(problem)
@@ -121,7 +119,7 @@ def tune(
             report(f"{shape} {task.kernel}: {ms:.4f} ms with {config}")
 
 
-def write_entry(path: Path, problem: Problem, kernel: str, config: Config) -> None:
+def write_entry(path: Path, problem: Problem, kernel: str, config: AttentionConfig) -> None:
     table = json.loads(path.read_text())
     classes = table["architectures"].setdefault(problem.arch, {})
     classes.setdefault(problem.shape_class, {})[kernel] = asdict(config)

@@ -30,7 +30,7 @@ def estimate(launch: Launch, arch: str) -> dict[str, Any]:
     gpu, stats, args = offline.architecture(arch), compile_stats(launch, arch), launch.args
     tensors = _tensors(dict(args))
     moved = sum(_bytes(tensors).values())
-    waves = (launch.units or math.prod(launch.grid) / stats["ctas_per_sm"]) / gpu.sm_count
+    waves = (launch.units or launch.programs / stats["ctas_per_sm"]) / gpu.sm_count
     tile = ""
     if launch.units:
         tile = f"{launch.tile}/{args['splits']}" if (args["splits"] or 1) > 1 else launch.tile

@@ -160,5 +160,5 @@ def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[Fo
         programs = sum(ceil_div(layer[0], rows) for layer in layers)
         args = {"layer": layers[0], "second": layers[1] if layers[1:] else (None,) * 11}
         constants = {"HEAD": dense[first].rope_head, "ROWS": rows, "BLOCK_C": block}
-        Launch(_fold_kernel, (programs,), args, constants, device=dense[first].weight.device).run()
+        Launch(_fold_kernel, programs, args, constants, device=dense[first].weight.device).run()
     return folded

@@ -186,5 +186,5 @@ def layer_norm_gradient(
     }  # fmt: skip
     constants = {"RMS": rms, "ROWS": count, "BLOCK_C": block}
     programs = ceil_div(M, count) + column_sum_tiles(summed)
-    Launch(_layer_norm_grad_kernel, (programs,), args, constants, device=grad.device).run()
+    Launch(_layer_norm_grad_kernel, programs, args, constants, device=grad.device).run()
     return out, x.source if normalized is None else normalized, sum_part

@@ -105,5 +105,5 @@ def along_rows(grad: Tensor, branch: Tensor, scale: Tensor | None, width: int) -
     }  # fmt: skip
     programs, constants = ceil_div(M, count) + column_sum_tiles(grad), {"ROWS": count, "BLOCK_C": block}
     # without maxnreg, ptxas uses 40 registers and spills on sm_100
-    Launch(_along_kernel, (programs,), args, constants, maxnreg=64, device=grad.device).run()
+    Launch(_along_kernel, programs, args, constants, maxnreg=64, device=grad.device).run()
     return along, sum_part

@@ -17,10 +17,11 @@ from ..device import gpu_of, starts_early
 from ..launch import ceil_div
 from ..layer_norm import NormInput, layer_norm_statistics_launch, new_statistics
 from ..matmul import forward_epilogues as forward
-from ..matmul.forward_epilogues import BranchOutput, FoldedNorm, HeadStep
+from ..matmul.forward_epilogues import BranchOutput, FoldedNorm
 from ..matmul.gradient_epilogues import activation_grad_epilogue, layer_norm_grad_epilogue
 from ..matmul.matmul_launch import Matmul, matmul_launch
 from ..matmul.matmul_policy import matmul_config, residual_config, rows_in_whole_waves
+from ..rotary import QkvSettings
 from .folding import FoldedLinear
 from .scaled_weights import ScaledWeight
 from .split_k import finish_residual_launch
@@ -32,15 +33,15 @@ def run_matmul(matmul: Matmul) -> None:
 
 def layer_norm_linear(
     x: NormInput, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
-    head_step: HeadStep | None = None, out_part: Tensor | None = None, dtype: torch.dtype | None = None,
-    out_scale: Tensor | None = None, saves: bool = False,
+    head_step: tuple[QkvSettings, int, int] | None = None, out_part: Tensor | None = None,
+    dtype: torch.dtype | None = None, out_scale: Tensor | None = None, saves: bool = False,
 ) -> tuple[Tensor, Tensor, NormInput]:  # fmt: skip
     """Returns act(LayerNorm(x) W^T + b) [M, F], or act(g) u [M, F / 2] if gated (`folding.py` defines g and u).
 
     Also returns two inputs of the backward, valid only if `saves`: z before the activation, and x with its statistics.
 
     Args:
-        head_step: Norms and rotary embeddings that the epilogue applies to q and k.
+        head_step: Norms and rotary embeddings that the epilogue applies to q and k, tokens per image, and head_dim.
         out_part: Output: LayerNorm statistics of the result (`row_parts.py`).
         dtype: Dtype of the result; None means the dtype of `x.source`.
         out_scale: For a result in e4m3: the reciprocal scale, which multiplies the result before rounding, fp32 [1].
@@ -53,7 +54,7 @@ def layer_norm_linear(
         statistics = torch.empty(2, M, dtype=torch.float32, device=out.device)
     common = out, FoldedNorm(x.part, statistics, folded.weight_sum, x.eps), folded.shift, folded.scale
     if head_step is not None:
-        epilogue = forward.rotary_epilogue(*common, head_step)
+        epilogue = forward.rotary_epilogue(*common, *head_step)
     else:
         part = out_part if gated else None
         epilogue = forward.layer_norm_epilogue(*common, activation, gated, z, out_scale, part)

@@ -106,7 +106,7 @@ def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.d
         programs = sum(ceil_div(weight[0], rows) for weight in weights)
         args = dict(zip(("first", "second", "third"), [*weights, *[(0, 0, *[None] * 4)] * 2]))
         constants = {"ROWS": rows, "BLOCK_C": block}
-        Launch(_scaled_weights_kernel, (programs,), args, constants, device=weights[0][2].device).run()
+        Launch(_scaled_weights_kernel, programs, args, constants, device=weights[0][2].device).run()
     return made
 
 

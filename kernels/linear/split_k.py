@@ -70,4 +70,4 @@ def finish_residual_launch(part: Tensor, o: BranchOutput, dependent: bool = Fals
     }  # fmt: skip
     constants = {"ROWS": _ROWS, "PARTS": row_parts(C), "DEPENDENT": dependent}
     programs = ceil_div(M, _ROWS) * row_parts(C)
-    return Launch(_finish_residual_kernel, (programs,), args, constants, maxnreg=_REGISTERS, device=part.device)
+    return Launch(_finish_residual_kernel, programs, args, constants, maxnreg=_REGISTERS, device=part.device)

@@ -285,10 +285,10 @@ def parameter_gradients(
         "splits": splits, "sums": sums[0], "sums2": sums[1], "M": M,
     }  # fmt: skip
     programs += sum(map(column_sum_tiles, summed))
-    Launch(_weight_grad_kernel, (programs,), args, {"ROWS": ROWS, "COLS": COLS}, device=device).run()
+    Launch(_weight_grad_kernel, programs, args, {"ROWS": ROWS, "COLS": COLS}, device=device).run()
     # `Launch.run` does nothing if there are no programs
     programs = sum(ceil_div(each[0], _VECTOR_COLS) for each in (norm, vectors, norm2, vectors2))
     args = {"norm": norm, "branch": vectors, "norm2": norm2, "branch2": vectors2, "sums": ceil_div(M, SUM_ROWS)}
     constants = {"WEIGHT_ROWS": ROWS, "WEIGHT_COLS": COLS, "COLS": _VECTOR_COLS}
-    Launch(_vector_grad_kernel, (programs,), args, constants, maxnreg=_REGISTERS, device=device).run()
+    Launch(_vector_grad_kernel, programs, args, constants, maxnreg=_REGISTERS, device=device).run()
     return [found for found, *_ in layers], [found for found, *_ in branches]

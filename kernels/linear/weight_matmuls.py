@@ -99,7 +99,7 @@ def weight_matmuls_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config: 
     }  # fmt: skip
     programs = min(units, gpu_of(first.device).sm_count * config.ctas_per_sm)
     return Launch(
-        _weight_matmuls_kernel, (programs,), args, constants,
+        _weight_matmuls_kernel, programs, args, constants,
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg,
         flop=2.0 * first.shape[0] * sum(part[0].numel() for part in out), units=units, device=first.device,
     )  # fmt: skip

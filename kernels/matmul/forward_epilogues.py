@@ -10,7 +10,6 @@ the row scales of an e4m3 weight. Without `row_part`, A is normalized already: m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,6 +27,18 @@ from .matmul_launch import Epilogue, MatmulConfig
 from .matmul_tiles import dtype_of, load_sub_tiles, store_tile
 
 
+class FoldedNorm(NamedTuple):
+    """The LayerNorm of A: its partial statistics as input, and its statistics as output."""
+
+    row_part: Tensor | None = None  # fp32 [M, 2, PARTS], partial LayerNorm statistics of A (row_parts.py)
+    statistics: Tensor | None = None  # output: mean and rstd of the rows of A, fp32 [2, M]; negative rstd: constant row
+    weight_sum: Tensor | None = None  # fp32 [N]; None for RMSNorm
+    eps: float = 0.0
+
+
+_NO_NORM = FoldedNorm()
+
+
 @triton.constexpr_function
 def _sub_tiles_per_piece(COLS):
     return PIECE // COLS
@@ -35,7 +46,7 @@ def _sub_tiles_per_piece(COLS):
 
 @triton.jit
 def _row_factors(norm, where, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Returns (r, -r * mean) of each row, or (1, 0) without `row_part`. `norm`: the first arguments of an epilogue.
+    """Returns (r, -r * mean) of each row, or (1, 0) without `row_part`. `norm`: a `FoldedNorm`.
 
     r is rstd, or 0 for a constant row, which `combine_statistics` marks by a negative rstd.
     """
@@ -102,18 +113,6 @@ def _merge_statistics(
     return found
 
 
-class FoldedNorm(NamedTuple):
-    """The LayerNorm of A: its partial statistics as input, and its statistics as output."""
-
-    row_part: Tensor | None = None  # fp32 [M, 2, PARTS], partial LayerNorm statistics of A (row_parts.py)
-    statistics: Tensor | None = None  # output: mean and rstd of the rows of A, fp32 [2, M]; negative rstd: constant row
-    weight_sum: Tensor | None = None  # fp32 [N]; None for RMSNorm
-    eps: float = 0.0
-
-
-_NO_NORM = FoldedNorm()
-
-
 def _parts(statistics: Tensor | None) -> int:
     return 0 if statistics is None else statistics.shape[-1]
 
@@ -131,6 +130,7 @@ def layer_norm(sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr,
     """Stores act(z) or act(g) u, z if given, and partial LayerNorm statistics of out if `out_part` is given.
 
     Columns 2j and 2j + 1 of z are g and u (`linear/folding.py`). If out is e4m3, the result is multiplied by out_scale.
+    settings: (PARTS of row_part, activation, PARTS and WHOLE of `_merge_statistics`, True with a gate, 0).
     """
     out, z, _, _ = tiles
     row_part_ptr, statistics_ptr, weight_sum_ptr, eps, scale_ptr, bias_ptr, out_scale_ptr, out_part_ptr = arguments
@@ -216,7 +216,10 @@ def _normed_columns(
 
 @triton.jit
 def rotary(sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    """Stores z after norms (unless NORM is "none") and rotary embeddings (if there are tables) of q and k."""
+    """Stores z after norms (unless NORM is "none") and rotary embeddings (if there are tables) of q and k.
+
+    settings: (PARTS of row_part, HEAD, NORM, HALVES of `_normed_columns`, steps of `_rotated_columns`, 0).
+    """
     (
         row_part_ptr, statistics_ptr, weight_sum_ptr, eps, scale_ptr, bias_ptr, q_weight, k_weight, q_bias, k_bias,
         cos, sin, qk_eps, tokens, prefix, image_rows,
@@ -246,31 +249,23 @@ def rotary(sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COL
         store_tile(tiles[0], value.to(dtype_of(tiles[0], TMA)), row, start, M, N, ROWS, COLS, TMA)
 
 
-@dataclass(frozen=True)
-class HeadStep:
-    """Norms and rotary embeddings of q and k in the epilogue of a qkv matmul."""
-
-    qkv: QkvSettings  # not `wide`; tables [B or 1, 1, tokens - prefix, head_dim / 2] pass `can_be_read`
-    tokens: int  # per image
-    head_dim: int
-
-
 def rotary_epilogue(
     out: Tensor,  # [M, N], N = 3 * heads * head_dim
     norm: FoldedNorm,
     bias: Tensor,  # fp32 [N]
     scale: Tensor | None,  # fp32 [N]
-    step: HeadStep,
+    qkv: QkvSettings,  # not `wide`; tables [B or 1, 1, tokens - prefix, head_dim / 2] pass `can_be_read`
+    tokens: int,  # per image
+    head_dim: int,
 ) -> Epilogue:
-    qkv, rotates = step.qkv, step.qkv.norm == "none"
-    args, constants = shared_arguments(qkv)
-    counts = map(unspecialized, (step.tokens, args["prefix"] + 1, args["image_rows"] + 1))
+    rotates, (args, constants) = qkv.norm == "none", shared_arguments(qkv)
+    counts = map(unspecialized, (tokens, args["prefix"] + 1, args["image_rows"] + 1))
     halves = qkv.tables is not None and qkv.layout != "interleaved"
     return Epilogue(
         "rotary" if rotates else "qk_norm", rotary, (out,),
         (*norm, scale, bias, *args["weights"], *(qkv.biases or (None, None)), *args["tables"], qkv.eps, *counts),
-        (_parts(norm.row_part), step.head_dim, qkv.norm, halves, constants["ROW_STEP"], constants["PAIR_STEP"]),
-        instructions=18 if rotates else 29, head=0 if rotates else step.head_dim,
+        (_parts(norm.row_part), head_dim, qkv.norm, halves, constants["ROW_STEP"], constants["PAIR_STEP"]),
+        instructions=18 if rotates else 29, head=0 if rotates else head_dim,
     )  # fmt: skip
 
 
@@ -283,7 +278,8 @@ def add_residual(
 ):
     """Stores out, and if given, `branch` (acc), LayerNorm statistics of out, and out8 (out * out_scale in e4m3).
 
-    With a norm folded into B, acc is z - bias.
+    With a norm folded into B, acc is z - bias. settings: (PARTS of row_part, PARTS and WHOLE of `_merge_statistics`,
+    EARLY).
     """
     out, branch, addend, out8 = tiles
     row_part_ptr, statistics_ptr, weight_sum_ptr, eps, scale_ptr, bias_ptr, out_part_ptr, out_scale_ptr = arguments

@@ -86,6 +86,7 @@ def activation_grad(
     """h = act(z), dz = acc act'(z), out = rstd dz.
 
     With a gate, columns 2j and 2j + 1 of z are g and u; h = act(g) u, and dz = (acc act'(g) u, acc act(g)).
+    settings: (PARTS of row_part, activation, True with a gate, True to load z early).
     """
     out, z, h, _ = tiles
     scale_ptr, bias_ptr, statistics_ptr, row_part_ptr, column_part_ptr, hidden_ptr, along_ptr = arguments
@@ -158,7 +159,10 @@ def activation_grad_epilogue(
 def layer_norm_grad(
     sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
 ):
-    """coefficient = rstd^2 / N * sum(dz (z - bias)) over the columns of z, except for two cases below."""
+    """coefficient = rstd^2 / N * sum(dz (z - bias)) over the columns of z, except for two cases below.
+
+    settings: (PARTS of row_part, True if x is normalized, EARLY).
+    """
     out, x, residual, narrow = tiles
     statistics_ptr, row_part_ptr = arguments
     row, col, M, N, _, _ = where

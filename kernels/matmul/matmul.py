@@ -9,7 +9,7 @@ The kernel knows no epilogue. It passes each tile of A B to the device function 
 - sub_tiles: the tile of A B, fp32, cut along N, because an epilogue of a whole wide tile would need too many registers
 - tiles: up to four matrices that the epilogue reads and writes by tiles: descriptors, pointers or None
 - arguments: its vectors and numbers: pointers, None, floats, and integers encoded by `unspecialized` (launch.py)
-- settings: its constants; the last one is `Epilogue.early` (matmul_launch.py)
+- settings: its constants; the last one is the setting for early loads, `Epilogue.early` (matmul_launch.py)
 - where: (row, col, M, N, K, part): start of the tile, sizes of A and B, and the number of the part of K
 - ROWS, COLS: size of a sub-tile
 - TMA: the matrices are descriptors
@@ -51,14 +51,16 @@ def _unit(unit, tiles_m, tiles_n, K, splits, BLOCK_K: tl.constexpr):
 def _matmul_kernel(
     a,  # [M, K]
     b,  # [K, N], or [N, K] if B_IS_NK
-    tile1, tile2, tile3, tile4, arguments, settings,  # of the epilogue: see above
+    # of the epilogue: see above; the matrices may be descriptors, which must not be in a tuple (launch.py)
+    tile1, tile2, tile3, tile4, arguments, settings,
     b_ptr,  # B as a pointer if DEPENDENT, else None
     M, N, K,
     splits,  # number of parts of K, or None
     EPILOGUE: tl.constexpr,  # name of the epilogue's device function (launch.py)
-    B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
+    B_IS_NK: tl.constexpr, TMA: tl.constexpr,
+    FLATTEN: tl.constexpr,  # pipelines the loops over tiles and over K as one loop
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SUB_TILES: tl.constexpr,
+    SUB_TILES: tl.constexpr,  # 1, 2 or 4 per tile
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
     DEPENDENT: tl.constexpr,  # starts before the previous kernel ends, and prefetches B (ptx.py)
 ):  # fmt: skip

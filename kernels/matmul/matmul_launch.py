@@ -123,7 +123,7 @@ def matmul_launch(matmul: Matmul, config: MatmulConfig, splits: int | None = Non
     programs = min(units, gpu_of(a.device).sm_count * config.ctas_per_sm)
     details = (epilogue.name,) if epilogue.activation == "identity" else (epilogue.name, epilogue.activation)
     return Launch(
-        _matmul_kernel, (programs,), args, constants, num_warps=config.num_warps, num_stages=config.num_stages,
+        _matmul_kernel, programs, args, constants, num_warps=config.num_warps, num_stages=config.num_stages,
         maxnreg=config.maxnreg, details=details, flop=2.0 * M * N * K, units=units,
         device=a.device,
     )  # fmt: skip

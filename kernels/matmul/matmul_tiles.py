@@ -68,7 +68,10 @@ def accumulate(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Returns the fp32 tile of A B at (row, col), summed over k_start <= k < k_stop."""
+    """Returns the fp32 tile of A B at (row, col), summed over k_start <= k < k_stop.
+
+    a is [M, K], or [K, M] if A_IS_KM; b is [K, N], or [N, K] if B_IS_NK.
+    """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(k_start, k_stop, BLOCK_K):
         if A_IS_KM:

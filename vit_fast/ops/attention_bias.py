@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .descriptions import Keys, ScoreTerms, check_tensors
+from .descriptions import Keys, ScoreTerms, check_tensors, four_sizes
 
 
 def score_terms(
@@ -121,15 +121,13 @@ def additive_mask(terms: ScoreTerms, q: Tensor, valid: Tensor | None) -> Tensor 
 
 def bias_of_mask(attn_mask: Tensor, q: Tensor, k: Tensor) -> ScoreTerms | None:
     """Converts a mask of scaled_dot_product_attention to a bias; returns None if torch must run the call."""
-    shape = (*q.shape[:3], k.shape[2])
-    sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
-    fits = len(sizes) == 4 and all(size in (1, whole) for size, whole in zip(sizes, shape))
-    if not fits or attn_mask.device != q.device or attn_mask.dtype not in (torch.bool, torch.float32, q.dtype):
+    sizes = four_sizes(attn_mask, q, k)
+    if sizes is None or attn_mask.dtype not in (torch.bool, torch.float32, q.dtype):
         return None
     bias = attn_mask.reshape(sizes)
     if bias.dtype == torch.bool:
         bias = torch.zeros_like(bias, dtype=q.dtype).masked_fill(~bias, -torch.inf)
-    return ScoreTerms(bias.expand(*sizes[:2], *shape[2:]))
+    return ScoreTerms(bias.expand(*sizes[:2], q.shape[2], k.shape[2]))
 
 
 def by_groups(attend: Callable[[Tensor], Tensor], qkv: Tensor, groups: Tensor) -> Tensor:

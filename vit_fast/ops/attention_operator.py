@@ -22,8 +22,9 @@ MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 128
 _MAX_GRID = 2**31 - 1
 _SMALLEST_TILE = 32
+_NO_KEYS, _NO_TERMS = Keys(), ScoreTerms()
 _WITH_GRADIENT = ("bias", "rel_h", "rel_w", "scale")
-_OTHERS = ("cu_seqlens", "key_mask", *ScoreTerms._fields)  # tensors of the operator apart from q, k and v
+INPUTS = ("cu_seqlens", "key_mask", *ScoreTerms._fields)  # tensors of attention apart from q, k and v
 
 
 def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[str]:
@@ -145,6 +146,19 @@ def _call(qkv: Sequence[Tensor], lse: Tensor, keys: Keys, scale: float, terms: S
     return AttentionCall(q, k, v, lse, scale, sequences, longest, key_mask, terms)
 
 
+def inputs_of(keys: Keys | None, terms: ScoreTerms | None) -> tuple[Tensor | None, ...]:
+    """Returns the tensors of keys and terms, which `INPUTS` names."""
+    cu_seqlens, _, key_mask = keys or _NO_KEYS
+    return cu_seqlens, key_mask, *(terms or _NO_TERMS)
+
+
+def restored_inputs(tensors: Sequence[Any], max_seqlen: int) -> tuple[Keys, ScoreTerms | None]:
+    """Inverts `inputs_of`."""
+    cu_seqlens, key_mask, *terms = tensors
+    has_terms = any(tensor is not None for tensor in terms)
+    return Keys(cu_seqlens, max_seqlen, key_mask), ScoreTerms(*terms) if has_terms else None
+
+
 def term_names(terms: ScoreTerms, bias_grad: bool = True) -> list[str]:
     """Returns the names of the terms whose gradients `attention_gradient` returns."""
     return [name for name in _WITH_GRADIENT[not bias_grad :] if getattr(terms, name) is not None]
@@ -152,15 +166,15 @@ def term_names(terms: ScoreTerms, bias_grad: bool = True) -> list[str]:
 
 def run_attention(qkv: Sequence[Tensor], keys: Keys | None, scale: float, terms: ScoreTerms | None = None) -> Tensor:
     """Calls the operator; for the arguments and the result, see `attention_forward`."""
-    tensors, names, bias_grad, max_seqlen = [*qkv], [], False, 0
+    tensors, names = [*qkv], []
     if keys is not None or terms is not None:
-        cu_seqlens, max_seqlen, key_mask = keys or Keys()
-        bias_grad = terms is not None and terms.bias is not None and terms.bias.requires_grad
-        for name, tensor in zip(_OTHERS, (cu_seqlens, key_mask, *(terms or ()))):
+        for name, tensor in zip(INPUTS, inputs_of(keys, terms)):
             if tensor is not None:
                 names.append(name)
                 tensors.append(tensor)
-    out: Tensor = _kernel(tensors, max_seqlen, scale, text_of(len(qkv), bias_grad, tuple(names)))[0]
+    bias_grad = terms is not None and terms.bias is not None and terms.bias.requires_grad
+    words = text_of(len(qkv), bias_grad, tuple(names))
+    out: Tensor = _kernel(tensors, 0 if keys is None else keys.max_seqlen, scale, words)[0]
     return out
 
 
@@ -168,8 +182,8 @@ def _unpacked(tensors: Sequence[Any], max_seqlen: int, scale: float, words: str)
     """Returns qkv, keys, scale, terms and bias_grad."""
     count, bias_grad, names = words_of(words)
     given = dict(zip(names, tensors[count:], strict=True))
-    keys = Keys(given.pop("cu_seqlens", None), max_seqlen, given.pop("key_mask", None))
-    return tensors[:count], keys, scale, ScoreTerms(**given) if given else None, bias_grad
+    keys, terms = restored_inputs([given.get(name) for name in INPUTS], max_seqlen)
+    return tensors[:count], keys, scale, terms, bias_grad
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:

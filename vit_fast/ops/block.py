@@ -22,7 +22,7 @@ from ..errors import UnsupportedInputError
 from ..kernels.row_parts import row_parts
 from . import block_backward
 from .attention_bias import checked_terms
-from .attention_operator import attention_forward
+from .attention_operator import attention_forward, inputs_of
 from .backends import fp8_reasons, kernel_reasons
 from .block_backward import SETTINGS, BlockSettings, block_backward_kernel, normed_linears, tensors_of
 from .descriptions import (
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ..kernels.layer_norm import NormInput
     from ..kernels.linear.folding import FoldedLinear
 
-_NO_QK, _NO_SETTINGS = QkTensors(), QkSettings()
+_NO_QK, _NO_SETTINGS, _NO_INPUTS = QkTensors(), QkSettings(), inputs_of(None, None)
 
 
 def fused_block(
@@ -84,7 +84,7 @@ def fused_block(
     if x.dtype not in (torch.float32, dtype):  # do not cast fp32 x: under autocast, the residual stream is fp32
         x = x.to(dtype)
     emit_statistics = next_statistics and residual and x.dtype != torch.float32
-    of_qk, qk, prefix, max_seqlen = _NO_QK, _NO_SETTINGS, 0, 0
+    of_qk, qk, prefix, attended, max_seqlen = _NO_QK, _NO_SETTINGS, 0, _NO_INPUTS, 0
     if tensors.qkv_weight is not None:
         head_dim = tensors.qkv_weight.shape[0] // (3 * heads)
         if attention_scale is None:
@@ -99,20 +99,20 @@ def fused_block(
             check_keys(keys, x.shape[0], x.shape[1], x.device)
             if keys.mask is None and x.shape[0] != 1:
                 raise ValueError(f"x must have shape [1, total, C] with packed sequences, got {tuple(x.shape)}")
-            of_qk = of_qk._replace(cu_seqlens=keys.cu_seqlens, key_mask=keys.mask)
             max_seqlen = keys.max_seqlen
         if terms is not None:
             terms = checked_terms(terms, keys, (x.shape[0], heads, x.shape[1], x.shape[1], head_dim), x.device, dtype)
-            of_qk = of_qk._replace(**terms._asdict())
             if tensors.is_fp8:
                 raise UnsupportedInputError("a block in FP8", [NO_TERMS])
+        if keys is not None or terms is not None:
+            attended = inputs_of(keys, terms)
     if next_factor is not None and (inner_norm is not None or tensors.fc1_weight is None):
         got = "inner_norm" if inner_norm is not None else "no MLP half"
         raise ValueError(f"next_factor must be None with inner_norm or without the MLP half, got a tensor with {got}")
     device = x.device
     flat: list[Tensor] = []
     present: list[int] = []
-    for number, tensor in enumerate((*tensors, *of_qk, x8, next_factor)):  # faster than a comprehension
+    for number, tensor in enumerate((*tensors, *of_qk, *attended, x8, next_factor)):  # faster than a comprehension
         if tensor is None:
             continue
         if tensor.device != device:  # raise an error before torch dispatches to one of the devices
@@ -138,7 +138,7 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
     from ..kernels.linear import linear, scaled_weights
 
     s = BlockSettings.read(settings)
-    t, qk, x8, next_factor = tensors_of(tensors, s)
+    t, qk, keys, terms, x8, next_factor = tensors_of(tensors, s)
     _require_supported(t, x, s.dtype)
     saved: dict[str, Any] = {}
     tokens, step = as_matrix(x), None
@@ -162,8 +162,7 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
         if s.saves:
             saved |= {"norm1_input": normed.source, "statistics1": normed.statistics}
         ready, before = step.forward(flat.view(*x.shape[:-1], 3, s.heads, head_dim), s.saves)
-        keys = Keys(qk.cu_seqlens, s.max_seqlen, qk.key_mask)
-        mixed, lse = attention_forward([ready], keys, s.scale, qk.terms, t.proj_factor)
+        mixed, lse = attention_forward([ready], keys, s.scale, terms, t.proj_factor)
         saved |= {"qkv": ready, "mixed": mixed, "lse": lse, "before_norm": before}
         # before fc1, fp32 tokens need no statistics, because a separate kernel normalizes them
         statistics_too = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32
@@ -301,7 +300,7 @@ def _new_names(x: Tensor, s: BlockSettings) -> list[str]:
 
 def _fake(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
     s = BlockSettings.read(settings)
-    t, _, _, next_factor = tensors_of(tensors, s)
+    t, *_, next_factor = tensors_of(tensors, s)
     M, C, fp32 = x.numel() // max(x.shape[-1], 1), x.shape[-1], x.dtype == torch.float32
     dtype = _output_dtype(x.dtype, t, s)
     outputs = [x.new_empty(x.shape, dtype=dtype)]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_operator import attention_flop, attention_gradient, term_names
-from .descriptions import BlockTensors, Keys, as_matrix
+from .attention_operator import INPUTS, attention_flop, attention_gradient, restored_inputs, term_names
+from .descriptions import BlockTensors, Keys, ScoreTerms, as_matrix
 from .registration import operator, words_of
 from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
 
@@ -65,18 +65,19 @@ SETTINGS = (
 """Schema of the operator arguments from which `BlockSettings.read` restores the settings."""
 
 
-_TENSORS = len(BlockTensors._fields)
-_NAMES = BlockTensors._fields + QkTensors._fields + ("x8", "next_factor")
+_NAMES = (*BlockTensors._fields, *QkTensors._fields, *INPUTS, "x8", "next_factor")
+_QK, _INPUTS = len(BlockTensors._fields), len(BlockTensors._fields + QkTensors._fields)  # where these start in _NAMES
 _QKV, _FC1 = _NAMES.index("qkv_weight"), _NAMES.index("fc1_weight")
 _CONSTANT = {"qkv_sum", "fc1_sum", "fc2_sum", "cos", "sin", "cu_seqlens", "key_mask", "window_mask", "groups"}
 
 
-def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors, Any, Any]:
-    """Converts an operator's tensor list to `BlockTensors`, `QkTensors`, and x8 and next_factor of `fused_block`."""
+def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors, Keys, ScoreTerms | None, Any, Any]:
+    """Converts an operator's tensor list to the arguments of `fused_block`, in the order of `_NAMES`."""
     fields: list[Any] = [None] * len(_NAMES)
     for number, tensor in zip(s.present, tensors, strict=True):
         fields[number] = tensor
-    return BlockTensors._make(fields[:_TENSORS]), QkTensors._make(fields[_TENSORS:-2]), *fields[-2:]
+    keys, terms = restored_inputs(fields[_INPUTS:-2], s.max_seqlen)
+    return BlockTensors._make(fields[:_QK]), QkTensors._make(fields[_QK:_INPUTS]), keys, terms, *fields[-2:]
 
 
 def gradient_names(s: BlockSettings) -> list[str]:
@@ -131,7 +132,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     s = BlockSettings.read(settings)
     names = saved_names(s)
     saved = SimpleNamespace(**({"before_norm": None, "hidden": None} | dict(zip(names, tensors))))
-    t, qk, *_ = tensors_of(tensors[len(names) :], s)
+    t, qk, keys, terms, *_ = tensors_of(tensors[len(names) :], s)
     linears = {name: layer.contiguous() for name, layer in normed_linears(t, s.norm, s.inner_norm).items()}
     inner = linears.get("fc2")  # None without a norm before fc2
     scaled = _scaled_weights(t, linears, s.dtype)
@@ -166,9 +167,8 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     if t.qkv_weight is not None:
         d_proj = stream.to(s.dtype) if narrow is None else narrow
         d_mixed = linear.matmul_gradient(d_proj, scaled["proj"]).view(saved.mixed.shape)
-        keys = Keys(qk.cu_seqlens, s.max_seqlen, qk.key_mask)
-        d_packed, *of_terms = attention_gradient(d_mixed, [saved.qkv], saved.mixed, saved.lse, keys, s.scale, qk.terms)
-        gradients |= dict(zip(term_names(qk.terms), of_terms)) if qk.terms is not None else {}
+        d_packed, *of_terms = attention_gradient(d_mixed, [saved.qkv], saved.mixed, saved.lse, keys, s.scale, terms)
+        gradients |= dict(zip(term_names(terms), of_terms)) if terms is not None else {}
         step = qkv_step(qk, s.qk, s.prefix, saved.qkv.shape[1], saved.qkv.shape[-1], False)
         norm_sums = step.backward(d_packed, saved.before_norm)
         norm_input = NormInput(as_matrix(saved.norm1_input), saved.statistics1)
@@ -228,13 +228,12 @@ def _parameter_gradients(
 
 def block_flop(x: Sequence[int], tensors: Sequence[Any], s: BlockSettings) -> tuple[int, int]:
     """Returns the FLOPs of forward and backward. Takes shapes in place of tensors."""
-    t, qk, *_ = tensors_of(tensors, s)
+    t, _, keys, terms, *_ = tensors_of(tensors, s)
     tokens, width, matmuls, attention = math.prod(map(int, x[:-1])), int(x[-1]), 0, (0, 0)
     if t.qkv_weight is not None:
         inner = int(t.qkv_weight[0]) // 3
         matmuls += 2 * tokens * width * 4 * inner
-        keys = int(x[-2]) if qk.cu_seqlens is None else s.max_seqlen
-        attention = attention_flop(tokens * inner, keys, qk.terms)
+        attention = attention_flop(tokens * inner, int(x[-2]) if keys.cu_seqlens is None else s.max_seqlen, terms)
     if t.fc2_weight is not None:
         hidden = int(t.fc2_weight[1])  # not fc1_weight[0]: a folded fc1 also contains the rows of the gate
         gated = t.gate_weight is not None or int(t.fc1_weight[0]) != hidden

@@ -167,14 +167,19 @@ def is_padding(mask: Any) -> bool:
     return all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (1, 2))
 
 
+def four_sizes(attn_mask: Tensor, query: Tensor, key: Tensor) -> tuple[int, ...] | None:
+    """Returns the sizes of a mask with four dimensions; None if it does not fit the scores or their device."""
+    shape, sizes = (*query.shape[:3], key.shape[2]), (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
+    fits = len(sizes) == 4 and all(size in (1, whole) for size, whole in zip(sizes, shape))
+    return sizes if fits and attn_mask.device == key.device else None
+
+
 def key_mask_of(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
     """Converts a padding mask of scaled_dot_product_attention to bool [B, N_kv]; returns None for any other mask."""
-    shape = (*query.shape[:3], key.shape[2])
-    sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
-    fits = attn_mask.dim() > 1 and len(sizes) == 4 and all(size in (1, whole) for size, whole in zip(sizes, shape))
-    if attn_mask.device != key.device or not fits or not is_padding(attn_mask.expand(shape)):
+    if attn_mask.dim() < 2 or four_sizes(attn_mask, query, key) is None:
         return None
-    return attn_mask.expand(shape)[:, 0, 0]
+    mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    return mask[:, 0, 0] if is_padding(mask) else None
 
 
 def names_keys(mask: Any) -> bool:

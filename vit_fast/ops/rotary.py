@@ -19,11 +19,10 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from . import reference
 from .backends import resolve_backend, triton_unavailable_reasons
-from .descriptions import DTYPES, MAX_TOKENS, QkNorm, Rope, ScoreTerms, check_qk_norm, check_tensors, checked_rope
+from .descriptions import DTYPES, MAX_TOKENS, QkNorm, Rope, check_qk_norm, check_tensors, checked_rope
 from .registration import is_exporting, operator
 
 if TYPE_CHECKING:
-    from ..kernels.matmul.forward_epilogues import HeadStep
     from ..kernels.rotary import QkvSettings
 
 _WHAT = "qk_norm_rope"
@@ -31,7 +30,7 @@ _ARGUMENTS = ("qk_norm.q.weight", "qk_norm.q.bias", "qk_norm.k.weight", "qk_norm
 
 
 class QkTensors(NamedTuple):
-    """Parameters of the q and k norms, rotary tables [B or 1, H or 1, rotated tokens, D/2], `Keys`, `ScoreTerms`."""
+    """Parameters of the q and k norms, and rotary tables [B or 1, H or 1, rotated tokens, D/2]."""
 
     q_weight: Tensor | None = None
     q_bias: Tensor | None = None
@@ -39,18 +38,6 @@ class QkTensors(NamedTuple):
     k_bias: Tensor | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    key_mask: Tensor | None = None
-    bias: Tensor | None = None
-    window_mask: Tensor | None = None
-    rel_h: Tensor | None = None
-    rel_w: Tensor | None = None
-    scale: Tensor | None = None
-    groups: Tensor | None = None
-
-    @property
-    def terms(self) -> ScoreTerms | None:
-        return None if all(tensor is None for tensor in self[8:]) else ScoreTerms(*self[8:])
 
 
 class QkSettings(NamedTuple):
@@ -92,7 +79,7 @@ def qk_norm_rope(
         rope = checked_rope(rope, qkv.shape, by_pair=runs_kernel)
     if runs_kernel:
         tensors, settings, prefix = operator_arguments(qkv, qk_norm, rope)
-        out: Tensor = _forward_kernel(qkv, list(tensors[:6]), prefix, *settings)
+        out: Tensor = _forward_kernel(qkv, list(tensors), prefix, *settings)
         return out
     return reference.qk_norm_rope(qkv, qk_norm, rope)
 
@@ -133,7 +120,7 @@ def _kernel_settings(
     def contiguous(a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor] | None:
         return None if a is None or b is None else (a.contiguous(), b.contiguous())
 
-    q_weight, q_bias, k_weight, k_bias, cos, sin, *_ = tensors
+    q_weight, q_bias, k_weight, k_bias, cos, sin = tensors
     norm, eps, over, layout = settings
     tables = (cos, sin) if cos is not None and sin is not None and can_be_read(cos, sin) else contiguous(cos, sin)
     weights, biases = contiguous(q_weight, k_weight), contiguous(q_bias, k_bias)
@@ -201,7 +188,8 @@ class QkvStep(NamedTuple):
     """Norms and rotation of q and k in one block."""
 
     settings: QkvSettings | None  # None without norms and rotation
-    head_step: HeadStep | None  # for the epilogue of the qkv matmul; None if a separate kernel runs norms and rotation
+    # of `rotary_epilogue`: settings, tokens per image and head_dim; None if a separate kernel runs norms and rotation
+    head_step: tuple[QkvSettings, int, int] | None
     rope_head: int  # head_dim if the matmul rotates layout "half", else 0; see `kernels/linear/folding.py`
 
     def forward(self, packed: Tensor, saves: bool) -> tuple[Tensor, Tensor | None]:
@@ -248,7 +236,6 @@ def qkv_step(
     rotate: `fold` ran with rope_head 0, so the channels of a pair are not adjacent. norm_dtype is the matmul's dtype,
     or None in training and FP8. If norm_dtype is None, the matmul does not run the norms.
     """
-    from ..kernels.matmul.forward_epilogues import HeadStep
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
 
     norm, _, over, layout = settings
@@ -262,4 +249,4 @@ def qkv_step(
         in_matmul = in_matmul and tensors.cos.shape[1] == 1 and (layout != "half" or not is_folded)
     made = _kernel_settings("a block", head_dim, tensors, settings, prefix)
     rotates = in_matmul and tensors.cos is not None and layout == "half"
-    return QkvStep(made, HeadStep(made, tokens, head_dim) if in_matmul else None, head_dim if rotates else 0)
+    return QkvStep(made, (made, tokens, head_dim) if in_matmul else None, head_dim if rotates else 0)
