@@ -111,8 +111,9 @@ def _problem(matmul: Matmul) -> Problem:
 
 
 def matmul_config(matmul: Matmul) -> MatmulConfig:
-    """Returns the configuration for these operands on their device."""
-    return best(_problem(matmul))[0]
+    """Returns the configuration for these operands on their device; in the interpreter, the largest usable tile."""
+    problem = _problem(matmul)
+    return _usable(problem)[0] if is_interpreted() else best(problem)[0]
 
 
 def residual_config(matmul: Matmul) -> tuple[MatmulConfig, int]:
@@ -120,7 +121,8 @@ def residual_config(matmul: Matmul) -> tuple[MatmulConfig, int]:
 
     Splitting K occupies more multiprocessors: at batch 1, fc2 of ViT-B has only 48 tiles of the smallest size.
     """
-    return best(_problem(matmul), _MAX_RESIDUAL_SPLITS)
+    problem = _problem(matmul)
+    return (_usable(problem)[0], 1) if is_interpreted() else best(problem, _MAX_RESIDUAL_SPLITS)
 
 
 def rows_in_whole_waves(matmul: Matmul) -> int:
@@ -132,15 +134,14 @@ def rows_in_whole_waves(matmul: Matmul) -> int:
     return matmul.sizes[0] if is_interpreted() else best_head(_problem(matmul))
 
 
+def _usable(problem: Problem) -> list[MatmulConfig]:
+    return [config for config in problem.table() if problem.allows(config)]
+
+
 @lru_cache(4096)
 def best(problem: Problem, most: int = 1) -> tuple[MatmulConfig, int]:
-    """Returns the configuration and the number of parts of K, at most `most`, with the fewest predicted cycles.
-
-    In the interpreter, returns the largest tile.
-    """
-    candidates = [(config, 1) for config in problem.table() if problem.allows(config)]
-    if is_interpreted():
-        return candidates[0]
+    """Returns the configuration and the number of parts of K, at most `most`, with the fewest predicted cycles."""
+    candidates = [(config, 1) for config in _usable(problem)]
     for parts in range(2, most + 1):
         for config in problem.table("partial"):
             if ceil_div(problem.sizes[2], config.block_k) >= _MIN_STEPS * parts:

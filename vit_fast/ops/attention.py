@@ -153,10 +153,11 @@ def _attend(
     A tensor in terms.scale replaces `scale`.
     """
     first = qkv[0]
-    cu_seqlens, max_seqlen, key_mask = keys or Keys()
+    cu_seqlens, max_seqlen, key_mask = keys or (None, 0, None)  # faster than `Keys()`
     backend = resolve_backend(backend, first.device, first.dtype)
     runs_kernel = backend == "triton" and not is_exporting()
-    mixed = any(tensor.dtype is not first.dtype for tensor in qkv)  # e.g. under autocast if q is an fp32 parameter
+    # e.g. under autocast if q is an fp32 parameter
+    mixed = len(qkv) == 3 and not qkv[1].dtype is qkv[2].dtype is first.dtype
     if mixed or first.dtype is not matmul_dtype(first):
         qkv = [tensor.to(matmul_dtype(tensor)) for tensor in qkv]  # like SDPA under autocast
     if len(qkv) == 1:
