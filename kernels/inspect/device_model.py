@@ -6,7 +6,6 @@ The estimate of a launch is the maximum of its compute time and the DRAM time to
 from __future__ import annotations
 
 import math
-from collections import ChainMap
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
@@ -63,19 +62,17 @@ def _bytes(tensors: list[Tensor]) -> dict[Any, int]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Lists the operators that launch kernels: their FLOPs, and the bytes that they read and write."""
+    """Lists the FLOPs, inputs and outputs of operators that launch kernels."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[float, dict[Any, int], dict[Any, int]]] = []
-        self._alive: list[Any] = []  # so that two tensors never have the same place
+        self.found: list[tuple[float, list[Tensor], list[Tensor]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._alive += args, kwargs, out
         if not func.is_view and "empty" not in func.name():
             flop = flop_registry.get(func._overloadpacket, lambda *_, **__: 0)(*args, **(kwargs or {}), out_val=out)
-            self.found.append((flop, _bytes(_tensors((args, kwargs))), _bytes(_tensors(out))))
+            self.found.append((flop, _tensors((args, kwargs)), _tensors(out)))
         return out
 
 
@@ -91,11 +88,11 @@ def estimate_by_torch(call: Callable[[], object], arch: str) -> list[dict[str, A
     for name, kernels in (("eager", [[each] for each in recorder.found]), ("compile", fused)):
         flop = moved = us = 0.0
         for kernel in kernels:
-            read, written = ({*ChainMap(*(each[i] for each in kernel))} for i in (1, 2))
-            others = {place for other in kernels if other is not kernel for each in other for place in each[1]}
-            sizes = ChainMap(*(places for each in kernel for places in each[1:]))
-            inside = (read & written) - others
-            work = sum(each[0] for each in kernel), sum(sizes[place] for place in (read | written) - inside)
+            read, written = (_bytes([t for each in kernel for t in each[i]]) for i in (1, 2))
+            others = _bytes([t for other in kernels for each in other for t in each[1] if other is not kernel])
+            inside = (read.keys() & written.keys()) - others.keys()
+            used = [size for place, size in (read | written).items() if place not in inside]
+            work = sum(each[0] for each in kernel), sum(used)
             flop, moved = flop + work[0], moved + work[1]
             us += max(_microseconds(*work, arch, 2).values())
         row = {"MB": round(moved / 1e6, 2), "GFLOP": round(flop / 1e9, 3), "floor_us": round(us, 2)}
