@@ -34,7 +34,8 @@ def attention(
 ) -> Tensor:
     """Computes softmax attention, softmax(scale * q k^T + bias) v, without a causal mask.
 
-    The value -inf in `bias` or `window_mask` masks a key. The output and the gradients of a query without keys are 0.
+    The value -inf in `bias` or `window_mask` masks a key; for triton, also finite values below -2.3e38. The output and
+    the gradients of a query without keys are 0.
 
     Args:
         q: Queries [B, H, N_q, D]: batch, heads, tokens, head_dim; fp32, fp16, bf16 or fp64.
