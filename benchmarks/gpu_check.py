@@ -227,7 +227,6 @@ _FIRST = (
     " or (far_below and 261) or (split_k and TMA-3-torch.bfloat16-stream) or (tokens_that_fp16 and tiny-torch.bfloat16)"
     " or (heads_norms and dtype1-True-layer_norm-head-half-64) or a_block_with_every_term"
 )
-_FIRST_FILES = "attention_kernel attention_bias_kernel matmul_kernel mlp_kernels rotary_kernel transforms"
 _ATTENTION_TESTS = "every_layout or far_below or nan_stays or (every_shape and torch.float16)"
 _MLP_TESTS = (
     "(test_sizes and LayerNorm and not float32) or (activations and bfloat16)"
@@ -248,7 +247,8 @@ _RIVALS = "triton sdpa-cudnn sdpa-flash sdpa-efficient"
 _OURS = "triton triton-frozen triton-graphs"
 # The most important first.
 JOBS: tuple[Job, ...] = (
-    Job("tests", "one test per kernel", 80, tests(_FIRST, _FIRST_FILES)),
+    Job("tests", "one test per kernel", 80,
+        tests(_FIRST, "attention_kernel attention_bias_kernel matmul_kernel mlp_kernels rotary_kernel transforms")),
     Job("tests", "graphs", 50, tests("captured_graphs or follow_the_weights", "runtime")),
     bench("models", "ViT-B", 150, [_VIT_B], f"timm {_OURS} timm+compile", 256, 8, 1),
     bench("attention", "attention", 60, [_ATTENTION], _RIVALS, 256, train=_RIVALS),
@@ -324,17 +324,16 @@ def run_jobs(jobs: Sequence[Job], out: Path, minutes: float = MINUTES) -> list[F
     out.mkdir(parents=True, exist_ok=True)
     summary, model = (_unused(out / name) for name in ("summary.json", "model.txt"))
     found, began = list[Found](), time.monotonic()
-    machine, end = describe("cuda" if torch.cuda.is_available() else "cpu"), began + 60 * minutes
+    missing, end = "" if torch.cuda.is_available() else "not measured: no GPU", began + 60 * minutes
+    machine = describe("cpu" if missing else "cuda")
     print(f"{len(jobs)} jobs on {machine['device']} in {minutes:g} minutes; records: {out}, and packed {out}.tar.gz")
     for job in jobs:
         start = time.monotonic()
         result: Found = {"part": job.part, "name": job.name, "outcome": "interrupted"}
         limit_s = min(job.limit_s * max(minutes / MINUTES, 0.5), end - start - RESERVED_S)
         try:
-            if not torch.cuda.is_available():
-                result["outcome"] = "not measured: no GPU"
-            elif limit_s < LEAST_S:
-                result["outcome"] = "no time left"
+            if missing or limit_s < LEAST_S:
+                result["outcome"] = missing or "no time left"
             else:
                 print(f"\n{job.name}: started after {start - began:.0f} s, takes at most {limit_s:.0f} s", flush=True)
                 result["outcome"] = perform(job, out / _folder_name(job.name), limit_s)

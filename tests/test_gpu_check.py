@@ -131,6 +131,16 @@ def test_jobs_run_in_order_and_end_in_time(share: float, tmp_path: Path, monkeyp
     assert ("no time left" not in outcomes) == (share == 0.3)
 
 
+def test_a_full_disk_fails_the_jobs_but_not_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    full = Mock(side_effect=OSError(28, "No space left on device", "records"))
+    for name in ("perform", "file_aside"):
+        monkeypatch.setattr(gpu_check, name, full)
+    monkeypatch.setattr(gpu_check, "describe", lambda _: {"device": "a GPU"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert gpu_check.main(["--out", str(tmp_path), "--parts", "mlp"]) == full.call_count / 2 > 1
+    assert "mlp compiled: failed: [Errno 28] No space left on device: 'records'\n" in capsys.readouterr().out
+
+
 def test_a_dry_run_and_a_machine_without_a_gpu_measure_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(gpu_check, "perform", lambda *_: pytest.fail("a job was started"))

@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import children
 import pytest
 import torch
 from children import run_python
+from pretend_gpu import Machine
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from vit_fast.commands import block_times
+from vit_fast.kernels import plan_steps
 from vit_fast.kernels.inspect import stand_in_driver
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
@@ -107,6 +111,16 @@ def test_launches_per_block(environment: dict[str, str]) -> None:
         assert by_torch == 0 or "qk-norm" in name
         if TRAINING[name] == 17 and name != "siglip2":
             assert [a - (b - a) / 2 for a, b in zip(shallow, deep)] == [1, 1, 1], "of a model"
+
+
+def test_a_plan_launches_on_the_gpu_of_its_tensors(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SimpleNamespace(get_current_device=torch.cuda.current_device, get_current_stream=lambda index: index)
+    monkeypatch.setattr(plan_steps.triton.runtime, "driver", SimpleNamespace(active=driver))
+    x, step = torch.ones(2, device="cuda:1"), Mock()
+    plan = plan_steps.LaunchPlan(x.device, ((x.shape, x.stride(), x.dtype),), [(step, [0])], ((1, None),), True, ())
+    out = plan.replay([x], [x.data_ptr()])
+    assert (out.device, torch.cuda.current_device()) == (x.device, 0)
+    step.assert_called_once_with(1, [None, out], [x.data_ptr(), out.data_ptr()])
 
 
 @pytest.mark.slow

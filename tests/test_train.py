@@ -18,7 +18,7 @@ from kernel_execution import few
 from PIL import Image
 
 from vit_fast import VisionTransformer, create_model, load, save
-from vit_fast.apps import datasets, training
+from vit_fast.apps import datasets, trainer, training
 from vit_fast.apps.data import ImageError, ImageFolder, load_images, read_image, sample_image
 from vit_fast.apps.datasets import open_data
 from vit_fast.apps.trainer import learning_rate_factor, parameter_groups
@@ -144,6 +144,15 @@ def test_losses_of_32_steps_match_eager() -> None:
 def test_losses_of_kernels_match_eager() -> None:
     eager, found = (_losses_of_32_steps(backend, "cuda", dtype="bf16") for backend in ("eager", "triton"))
     assert 0 < (found - eager)[:9].abs().max() <= 1e-2 and (found - eager)[-8:].abs().max() <= 5e-2
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_process_of_torchrun_uses_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    with mock.patch.multiple(trainer, dist=mock.DEFAULT, init_device_mesh=mock.DEFAULT) as made, trainer.joined("ddp"):
+        assert torch.cuda.current_device() == 1
+        made["dist"].init_process_group.assert_called_once_with("nccl")
 
 
 @pytest.mark.parametrize(("dtype", "training"), [("fp32", "sdpa"), ("bf16", "triton")])
