@@ -110,8 +110,7 @@ class Problem:
 def forward_config(problem: Problem) -> AttentionConfig:
     if problem.form != "fixed":
         return _forward_of_sequences(problem, forward_config(problem.of_one_long))
-    tuned = _tuned(problem, "forward")
-    config = AttentionConfig(**tuned) if tuned else _forward_rule(problem)
+    config = _tuned(problem, "forward") or _forward_rule(problem)
     if config.chunks:
         config = replace(config, tiles=_tiles_per_program(problem, config))
     return with_early_start(problem, config)
@@ -125,15 +124,13 @@ def with_early_start(problem: Problem, config: AttentionConfig) -> AttentionConf
 def dq_config(problem: Problem) -> AttentionConfig:
     if problem.form != "fixed":
         problem = problem.of_one_long
-    tuned = _tuned(problem, "dq")
-    return AttentionConfig(**tuned) if tuned else _dq_rule(problem)
+    return _tuned(problem, "dq") or _dq_rule(problem)
 
 
 def dkdv_config(problem: Problem) -> AttentionConfig:
     if problem.form != "fixed":
         return _dkdv_of_sequences(problem, dkdv_config(problem.of_one_long))
-    tuned = _tuned(problem, "dkdv")
-    return AttentionConfig(**tuned) if tuned else _dkdv_rule(problem)
+    return _tuned(problem, "dkdv") or _dkdv_rule(problem)
 
 
 def _forward_of_sequences(problem: Problem, config: AttentionConfig) -> AttentionConfig:
@@ -261,5 +258,6 @@ def _table() -> Any:
     return json.loads(TABLE_PATH.read_text())["architectures"]
 
 
-def _tuned(problem: Problem, kernel: str) -> Any:
-    return _table().get(problem.arch, {}).get(problem.shape_class, {}).get(kernel)
+def _tuned(problem: Problem, kernel: str) -> AttentionConfig | None:
+    found = _table().get(problem.arch, {}).get(problem.shape_class, {}).get(kernel)
+    return AttentionConfig(**found) if found else None
