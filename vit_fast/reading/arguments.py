@@ -47,6 +47,8 @@ def ties_of(shape: Sequence[int], tensors: Sequence[Tensor]) -> list[Ties]:
                 for each, end in zip(tensors, last)
             )
         )
+    if shape[0] == 1:
+        found.insert(1, of_other_batch(found[0], 0))
     return list(dict.fromkeys(found))
 
 
@@ -58,6 +60,12 @@ def sizes_for(ties: Ties, shape: Sequence[int]) -> list[list[int]]:
 def margin(ties: Ties, axis: int) -> int:
     """Returns how much smaller than an axis of the tokens sizes of the tensors are."""
     return max((tie[1] for each in ties for tie in each if not isinstance(tie, int) and tie[0] == axis), default=0)
+
+
+def of_other_batch(ties: Ties, batch: int) -> Ties:
+    """Returns ties where the first dimension of each tensor follows an axis of the tokens, or is 1, instead."""
+    other: dict[Tie, Tie] = {1: (batch, 0), (batch, 0): 1}
+    return tuple((other.get(sizes[0], sizes[0]), *sizes[1:]) if len(sizes) > 1 else sizes for sizes in ties)
 
 
 def fits(ties: Ties, shape: Sequence[int], tensors: Sequence[Tensor]) -> bool:
@@ -87,7 +95,8 @@ def random_like(
             continue
         values = tensor.detach().cpu().flatten()
         picked = values[torch.randint(max(len(values), 1), sizes, generator=generator)] if len(values) else values
-        is_boolean = bool(((values == 0) | (values == 1)).all()) and (tensor.dtype != torch.float or bool(values.any()))
+        is_boolean = torch.equal(values, values.bool().to(values.dtype))
+        is_boolean = is_boolean and (bool(values.any()) or not values.is_floating_point())
         if is_boolean and picked.numel() > 1:
             picked = (torch.rand(sizes, generator=generator) > 0.4).to(tensor.dtype)
             if picked.shape[-1:] > (1,):

@@ -38,7 +38,7 @@ class Recipe:
     kind: str  # the parts, for the report
     call: Call
     shape: tuple[int | None, ...]  # of the tokens; None for sizes that the forward does not depend on
-    ties: Ties  # of the sizes of other tensors
+    ties: tuple[Ties, ...]  # of the sizes of other tensors, one of which must hold
     dtypes: tuple[Dtypes, ...]
     trains: bool  # True if training mode computes the same as evaluation mode, apart from dropout
     differentiates: bool  # True if the gradients are equal also for masks that hide all keys of a query
@@ -171,7 +171,7 @@ class ReadModule(Created, FusedNormMlp):
         recipe = self.vit_fast_recipe
         if x.dim() != len(recipe.shape) or (x.dtype, *(each.dtype for each in others)) not in recipe.dtypes:
             return False
-        if others and not fits(recipe.ties, x.shape, others):
+        if others and not any(fits(ties, x.shape, others) for ties in recipe.ties):
             return False
         for size, wanted in zip(x.shape, recipe.shape):
             if wanted is not None and size != wanted:

@@ -40,6 +40,10 @@ class Reading:
         return x.flatten(1, 2) if self.layout == "[B, H, W, C]" else x
 
     @property
+    def batch_axis(self) -> int:
+        return 1 if self.layout == "[N, B, C]" else 0
+
+    @property
     def kind(self) -> str:
         """Returns the parts, for the report."""
         mlp = None if self.mlp is None else "MLP" if self.mlp.norm.kind == "none" else "norm + MLP"

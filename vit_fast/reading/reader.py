@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..blocks.outlines import detached
 from ..blocks.parts import Derived
 from ..blocks.plain import touch_reasons
-from .arguments import Probe, Ties, bound, margin, ties_of
+from .arguments import Probe, Ties, bound, margin, of_other_batch, ties_of
 from .calls import Call, attributes_of, state_of, structure_of
 from .capture import Graph, UnreadableError, capture, free_dimensions, random_copy, tokens_like
 from .forms import Recipe, hidden_name
@@ -81,8 +81,7 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None, others: Sequenc
             fixed = fixed or (is_derived and detached(copied, whole.attention) != detached(copied, attention))
             if fixed or len(free) < len(shape) - 1:
                 reading, small = whole, shape
-        batch = 1 if reading.layout == "[N, B, C]" else 0
-        free = free & {batch} if fixed else free
+        free = free & {reading.batch_axis} if fixed else free
         allowed = tuple(None if i in free else size for i, size in enumerate(shape))
         try:
             return _proved(copied, probe, reading, small, shape, allowed)
@@ -146,6 +145,11 @@ def _proved(
             prove(copied, call, reading, (*probe[:i], 1, *probe[i + 1 :]))
         except UnreadableError:
             allowed = (*allowed[:i], shape[i], *allowed[i + 1 :])
+    every, swapped = [call.ties], of_other_batch(call.ties, reading.batch_axis)
+    with contextlib.suppress(UnreadableError, RuntimeError):
+        if swapped != call.ties:
+            prove(copied, replace(call, ties=swapped), reading, other)
+            every.append(swapped)
     tokens, differentiates = tokens_like(probe), True
     try:
         prove(copied, replace(call, masks=masks_of(reading)), reading, probe)
@@ -159,8 +163,8 @@ def _proved(
     with torch.no_grad():
         dtypes = proved_dtypes(copied, call, reading, probe)
     return Recipe(
-        attention, mlp, reading.layout, reading.uses_sdpa, reading.kind, call.call, allowed, call.ties, dtypes, trains,
-        differentiates,
+        attention, mlp, reading.layout, reading.uses_sdpa, reading.kind, call.call, allowed, tuple(every), dtypes,
+        trains, differentiates,
     )  # fmt: skip
 
 
@@ -251,8 +255,9 @@ def _rebound(module: nn.Module, recipe: Recipe, x: Tensor, others: Sequence[Tens
     """Proves a recipe for a module with equal structure, but other attributes."""
     copied = random_copy(module)
     shape = tuple(x.shape)
-    probe = shape if any(recipe.shape[:-1]) else _small(x, recipe.ties)
-    return _proved(copied, Probe(recipe.call, others, recipe.ties), recipe.reading(copied), probe, shape, recipe.shape)
+    ties = recipe.ties[0]
+    probe = shape if any(recipe.shape[:-1]) else _small(x, ties)
+    return _proved(copied, Probe(recipe.call, others, ties), recipe.reading(copied), probe, shape, recipe.shape)
 
 
 def _check_example(module: nn.Module, recipe: Recipe, record: Record) -> None:
