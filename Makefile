@@ -28,6 +28,7 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15 $(ARGS)
 
 test-full: $(READY)
+	@$(PIP) --no-build-isolation -e '.[libraries]'
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15 --slow $(ARGS)
 	$(MAKE) test-gpu-lines
 	$(MAKE) test-execute

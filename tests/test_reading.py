@@ -384,6 +384,14 @@ def test_gradients_that_are_zero_up_to_rounding() -> None:
             read(BiasOfKeys(leak), x)
 
 
+def test_a_block_that_is_read_later_restores_its_parts() -> None:
+    block, x = PostNorm(32, 4).eval(), torch.randn(2, 9, 32)
+    parts = [type(part) for part in block.modules()]
+    for example in ("attention", "mlp", ""):
+        assert vit_fast.fuse(block.get_submodule(example), "eager", example=x).fused
+    assert [type(part) for part in block.modules()][1:] == parts[1:]
+
+
 def test_inference_mode() -> None:
     model = Net(Residuals).eval()
     with torch.inference_mode():

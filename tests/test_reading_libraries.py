@@ -3,41 +3,94 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from spellings import runs_fused
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import vit_fast
+from vit_fast.reading.forms import ReadModule
 
 
-@pytest.mark.parametrize("name", ["beit_base_patch16_224", "swin_tiny_patch4_window7_224"])
-def test_biases_and_windows_of_timm(name: str) -> None:
-    """A bias table with an index, windows, and the mask of shifted windows; the number of tokens is fixed."""
+def parallel_vit(**sizes: Any) -> Any:
+    from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
+
+    return VisionTransformer(block_fn=ParallelScalingBlock, **sizes)
+
+
+SMALL = {"img_size": 32, "depth": 2, "embed_dim": 32, "num_heads": 2}
+STAGES = {"embed_dim": 32, "depths": (2, 1), "num_heads": (2, 4)}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "beit_base_patch16_224": SMALL,
+    "vit_relpos_small_patch16_224": SMALL,
+    "swin_tiny_patch4_window7_224": {"img_size": 56} | STAGES,
+    "swinv2_tiny_window8_256": {"img_size": 32, "window_size": 4} | STAGES,
+    "test_maxvit": {"img_size": 64},
+    "test_coatnet": {"img_size": 64},
+    "gcvit.GlobalContextVit": {"img_size": 32, "window_ratio": (8, 16)} | STAGES,
+    "samvit_base_patch16": SMALL | {"img_size": 64, "window_size": 2, "global_attn_indexes": (1,)},
+    "hiera_tiny_224": {"img_size": 64, "embed_dim": 32, "stages": (1, 1, 1, 1)},
+    "sam2_hiera_tiny": {"embed_dim": 32, "stages": (1, 1, 2, 1)},
+    "twins_svt_small": {"img_size": 64, "embed_dims": (32, 32, 64, 64), "depths": (2, 2, 1, 1)},
+    "nest.Nest": {"img_size": 32, "embed_dims": (16, 32, 64), "num_heads": (1, 2, 4), "depths": (1, 1, 1)},
+    "crossvit_tiny_240": {},
+    "tnt.TNT": {"img_size": 32, "embed_dim": 64, "inner_dim": 16, "depth": 2, "num_heads_outer": 4},
+    "parallel": SMALL,
+}
+PARTLY = {"gcvit.GlobalContextVit", "crossvit_tiny_240"}
+
+
+@pytest.mark.fast_cases("beit_base_patch16_224", "swin_tiny_patch4_window7_224")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_of_timm(name: str) -> None:
+    """What timm's own tests check: forward, features, intermediates, heads, scripts, gradients of all parameters."""
     import timm
 
     torch.manual_seed(0)
-    sizes = {"embed_dim": 24, "depths": (2,), "num_heads": (2,)} if "swin" in name else {"depth": 2, "embed_dim": 32}
-    heads = {} if "swin" in name else {"num_heads": 2}
-    original = timm.create_model(name, img_size=56 if "swin" in name else 32, num_classes=3, **sizes, **heads).eval()
+    home, _, cls = name.partition(".")
+    build = getattr(importlib.import_module(f"timm.models.{home}"), cls) if cls else partial(timm.create_model, name)
+    original = (parallel_vit if name == "parallel" else build)(num_classes=3, **FAMILIES[name]).eval()
     for parameter in original.parameters():
         nn.init.normal_(parameter, std=0.2)
+    size = FAMILIES[name].get("img_size", 64)
+    images = torch.randn(2, 3, size, size)
     model = copy.deepcopy(original)
-    assert len(vit_fast.fuse(model, "eager").require_all().fused) == 2  # the model states its size
-    images = torch.randn(3, 3, *original.patch_embed.img_size)
-    expected = original(images)
-    assert runs_fused(model, lambda: model(images))
-    torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
+    states_size = hasattr(original, "patch_embed") and "img_size" in FAMILIES[name]
+    fuse = partial(vit_fast.fuse, model, example=None if states_size else images)
+    report = fuse("eager")
+    assert report.fused and (name in PARTLY or report.require_all())
+
+    def compare(run: Any) -> None:
+        with torch.no_grad():
+            torch.testing.assert_close(run(model), run(original), rtol=1e-3, atol=1e-3)
+
+    read = [each for each in model.modules() if isinstance(each, ReadModule)]
+    assert not read or runs_fused(model, lambda: compare(lambda net: net(images)))
+    compare(lambda net: net.forward_head(net.forward_features(images)))
+    compare(lambda net: net.forward_intermediates(images))
     for net in (model, original):
-        net(images).square().sum().backward()
+        torch.manual_seed(1)  # of drop path
+        net.train()(images).square().sum().backward()
     for (own, a), b in zip(model.named_parameters(), original.parameters()):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3 * float(b.grad.abs().max()), msg=own)
-    vit_fast.fuse(model, "sdpa")
-    assert len(vit_fast.freeze(model)) == 2
-    with torch.inference_mode():
-        torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
+        most = 0.0 if b.grad is None else float(b.grad.abs().max())
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3 * most + 1e-6, msg=own)
+    for net in (model, original):
+        net.eval()
+    fuse("sdpa")
+    frozen = vit_fast.freeze(model)
+    assert len(frozen) >= len(read), str(frozen)
+    if name != "hiera_tiny_224":  # torch cannot script it
+        compare(lambda net: torch.jit.script(net)(images))
+    compare(lambda net: net(images))
+    for net in (model, original):
+        net.reset_classifier(0)
+    compare(lambda net: net(images))
 
 
 @pytest.mark.slow
@@ -69,30 +122,73 @@ def test_shifted_windows_with_masks_made_in_forward(name: str) -> None:
         torch.testing.assert_close(block(x), original(x), rtol=1e-4, atol=1e-4)
 
 
+def from_package(path: str) -> Any:
+    """Imports a class; reads the file itself if its package needs more packages, as OpenAI's CLIP does."""
+    package, *folders, cls = path.split(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{package} must be installed: install the extra 'libraries'")
+    file = Path(spec.origin).parent.joinpath(*folders)
+    loader = importlib.util.spec_from_file_location(package, file.with_suffix(".py")) if package == "clip" else None
+    if loader is None or loader.loader is None:
+        return getattr(importlib.import_module(".".join((package, *folders))), cls)
+    module = importlib.util.module_from_spec(loader)
+    loader.loader.exec_module(module)
+    return getattr(module, cls)
+
+
+SIZES = {"dim": 32, "heads": 2, "dim_head": 16, "mlp_dim": 64, "num_classes": 3}
+VIT = SIZES | {"image_size": 32, "patch_size": 8, "depth": 2}
+CLIP = {"width": 32, "layers": 2, "heads": 2, "output_dim": 8}
+CLIP_IMAGES = {"image_size": 32, "patch_size": 8, "mlp_ratio": 2.0} | CLIP
+MONAI = {"img_size": (16, 16, 16), "patch_size": 8, "hidden_size": 32, "mlp_dim": 64, "num_layers": 2, "num_heads": 2}
+CLIPS = {"image_size": 32, "image_patch_size": 8, "frames": 4, "frame_patch_size": 2}
+SAM = {"window_size": 2, "use_rel_pos": True, "global_attn_indexes": (1,), "out_chans": 8}
+OTHERS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # options, shape of the input
+    "vit_pytorch.vit.ViT": (VIT, (2, 3, 32, 32)),
+    "vit_pytorch.simple_vit_with_qk_norm.SimpleViT": (VIT, (2, 3, 32, 32)),
+    "vit_pytorch.simple_vit_with_register_tokens.SimpleViT": (VIT, (2, 3, 32, 32)),
+    "vit_pytorch.vit_nd_rotary.ViTND": (
+        SIZES | {"ndim": 2, "input_shape": 32, "patch_size": 8, "depth": 2}, (2, 3, 32, 32)
+    ),
+    "vit_pytorch.vivit.ViViT": (SIZES | CLIPS | {"spatial_depth": 1, "temporal_depth": 1}, (2, 3, 4, 32, 32)),
+    "vit_pytorch.max_vit.MaxViT": (
+        {"num_classes": 3, "dim": 32, "depth": (1,), "dim_head": 16, "window_size": 4}, (2, 3, 32, 32)
+    ),
+    "open_clip.transformer.VisionTransformer": (CLIP_IMAGES, (2, 3, 32, 32)),
+    "open_clip.transformer.TextTransformer": (CLIP | {"context_length": 9, "vocab_size": 20}, (2, 9)),
+    "clip.model.VisionTransformer": (CLIP | {"input_resolution": 32, "patch_size": 8}, (2, 3, 32, 32)),
+    "monai.networks.nets.vit.ViT": (MONAI | {"in_channels": 1}, (2, 1, 16, 16, 16)),
+    "monai.networks.nets.swin_unetr.SwinTransformer": (
+        {"in_chans": 1, "embed_dim": 12, "window_size": (2, 2, 2), "patch_size": (2, 2, 2), "depths": (2, 1)}
+        | {"num_heads": (1, 2)}, (1, 1, 16, 16, 16),
+    ),
+    "segment_anything.modeling.image_encoder.ImageEncoderViT": (SMALL | {"img_size": 64} | SAM, (2, 3, 64, 64)),
+    "kornia.models.vit.VisionTransformer": (
+        {"image_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}, (2, 3, 32, 32)
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["vit_pytorch", "segment_anything", "kornia", "monai"])
-def test_blocks_of_other_libraries(library: str) -> None:
-    """Every half is fused; runs for libraries that are installed."""
-    pytest.importorskip(library)
+@pytest.mark.parametrize("path", OTHERS)
+def test_models_of_other_libraries(path: str) -> None:
+    """All attention and all MLPs are fused; outputs and gradients are equal, also after freeze and unfuse."""
+    options, shape = OTHERS[path]
+    cls = from_package(path)
     torch.manual_seed(0)
-    x = torch.randn(2, 12, 32)
-    if library == "vit_pytorch":
-        from vit_pytorch.vit import Transformer
-
-        block: Any = Transformer(32, 2, 4, 8, 64)
-    elif library == "segment_anything":
-        from segment_anything.modeling.image_encoder import Block
-
-        block, x = Block(32, 4, window_size=0), torch.randn(2, 4, 3, 32)
-    elif library == "kornia":
-        from kornia.models.vit import TransformerEncoderBlock
-
-        block = TransformerEncoderBlock(32, 4, 0.1, 0.1)
-    else:
-        from monai.networks.blocks.transformerblock import TransformerBlock
-
-        block = TransformerBlock(32, 64, 4)
-    expected = block.eval()(x)
-    assert len(vit_fast.fuse(block, "eager", example=x).require_all().fused) == (4 if library == "vit_pytorch" else 1)
-    torch.testing.assert_close(block(x), expected, rtol=1e-5, atol=1e-5)
-    assert runs_fused(block, lambda: block(x))
+    original = cls(**options).eval()
+    x = torch.randint(20, shape) if "Text" in path else torch.randn(shape)
+    model = copy.deepcopy(original)
+    vit_fast.fuse(model, "eager", example=x).require_all()
+    assert runs_fused(model, lambda: model(x))
+    for net in (model, original):
+        sum(each.square().sum() for each in tree_leaves(net(x))).backward()
+    for (own, a), b in zip(model.named_parameters(), original.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3 * float(b.grad.abs().max()) + 1e-6, msg=own)
+    vit_fast.fuse(model, "sdpa", example=x)
+    assert vit_fast.freeze(model)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), original(x), rtol=1e-4, atol=1e-4)
+        vit_fast.unfuse(model)
+        torch.testing.assert_close(model(x), original(x))

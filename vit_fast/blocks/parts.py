@@ -265,17 +265,17 @@ class BlockParts:
     frozen: Any = None  # cached weights: `Frozen`, or its subclass `Packed` or `FrozenFp8`
     fp8: Any = None  # `Fp8Scales`, which run the block in e4m3
     reader: Any = None  # cached weights of the next block if that block reads e4m3
+    is_pre_norm: bool = field(init=False)  # two pre-norm halves with norms of one kind, which one operator can compute
+
+    def __post_init__(self) -> None:
+        attention, mlp = self.halves
+        exist = attention is not None and mlp is not None
+        same = exist and attention.norm.kind == mlp.norm.kind
+        self.is_pre_norm = same and attention.is_pre_norm and mlp.is_pre_norm
 
     @property
     def halves(self) -> tuple[Any, Any]:
         return self.attention, self.mlp  # typed as Any for callers that know that both exist
-
-    @property
-    def is_pre_norm(self) -> bool:
-        """True for two pre-norm halves with norms of one kind, which one operator can compute."""
-        attention, mlp = self.halves
-        exist = attention is not None and mlp is not None
-        return exist and attention.is_pre_norm and mlp.is_pre_norm and attention.norm.kind == mlp.norm.kind
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # copies and pickles of a block contain no parts
