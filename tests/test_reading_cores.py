@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from spellings import Packed, runs_fused
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import vit_fast
 from vit_fast.ops import reference
@@ -81,6 +82,17 @@ def test_cores_of_modules_that_are_not_read(make: Any, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("options", [{"width": 8}, {"call": {"is_causal": True}}, {"twice": True}], ids=str)
 def test_cores_that_attention_cannot_compute(options: dict[str, Any]) -> None:
     assert not vit_fast.fuse(nn.Sequential(Core(**options)), "eager", example=torch.randn(2, 9, 32)).fused
+
+
+class Flex(Core):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x.mT).unflatten(1, (3, 2, 16)).mT.unbind(1)
+        return self.proj(flex_attention(q, k, v).mT.flatten(1, 2)).mT
+
+
+def test_flex_attention_is_named() -> None:
+    (row,) = vit_fast.fuse(nn.Sequential(Flex()), "eager", example=torch.randn(2, 9, 32)).skipped
+    assert (row.name, row.part) == ("0", "attention")
 
 
 def sam(window: int, size: tuple[int, int]) -> nn.Module:

@@ -18,6 +18,12 @@ import vit_fast
 from vit_fast.reading.forms import ReadModule
 
 
+def compare_gradients(model: nn.Module, original: nn.Module) -> None:
+    for (name, a), b in zip(model.named_parameters(), original.parameters()):
+        most = 0.0 if b.grad is None else float(b.grad.abs().max())
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3 * most + 1e-6, msg=name)
+
+
 def parallel_vit(**sizes: Any) -> Any:
     from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 
@@ -77,9 +83,7 @@ def test_families_of_timm(name: str) -> None:
     for net in (model, original):
         torch.manual_seed(1)  # of drop path
         net.train()(images).square().sum().backward()
-    for (own, a), b in zip(model.named_parameters(), original.parameters()):
-        most = 0.0 if b.grad is None else float(b.grad.abs().max())
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3 * most + 1e-6, msg=own)
+    compare_gradients(model, original)
     for net in (model, original):
         net.eval()
     fuse("sdpa")
@@ -114,8 +118,7 @@ def test_shifted_windows_with_masks_made_in_forward(name: str) -> None:
     for net in (block, original):
         net(x).square().sum().backward()
     torch.testing.assert_close(block(x), original(x), rtol=1e-4, atol=1e-4)
-    for (own, a), b in zip(block.named_parameters(), original.parameters()):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3 * float(b.grad.abs().max()) + 1e-6, msg=own)
+    compare_gradients(block, original)
     vit_fast.fuse(block, "sdpa")
     assert len(vit_fast.freeze(block)) == 1
     with torch.inference_mode():
@@ -152,22 +155,23 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # options, shape 
         SIZES | {"ndim": 2, "input_shape": 32, "patch_size": 8, "depth": 2}, (2, 3, 32, 32)
     ),
     "vit_pytorch.vivit.ViViT": (SIZES | CLIPS | {"spatial_depth": 1, "temporal_depth": 1}, (2, 3, 4, 32, 32)),
-    "vit_pytorch.max_vit.MaxViT": (
-        {"num_classes": 3, "dim": 32, "depth": (1,), "dim_head": 16, "window_size": 4}, (2, 3, 32, 32)
-    ),
     "open_clip.transformer.VisionTransformer": (CLIP_IMAGES, (2, 3, 32, 32)),
     "open_clip.transformer.TextTransformer": (CLIP | {"context_length": 9, "vocab_size": 20}, (2, 9)),
     "clip.model.VisionTransformer": (CLIP | {"input_resolution": 32, "patch_size": 8}, (2, 3, 32, 32)),
     "monai.networks.nets.vit.ViT": (MONAI | {"in_channels": 1}, (2, 1, 16, 16, 16)),
     "monai.networks.nets.swin_unetr.SwinTransformer": (
-        {"in_chans": 1, "embed_dim": 12, "window_size": (2, 2, 2), "patch_size": (2, 2, 2), "depths": (2, 1)}
-        | {"num_heads": (1, 2)}, (1, 1, 16, 16, 16),
+        {"in_chans": 1, "embed_dim": 12, "window_size": (2, 2, 2), "patch_size": (2, 2, 2), "depths": (2, 1, 1, 1)}
+        | {"num_heads": (1, 2, 2, 2)}, (1, 1, 32, 32, 32),
     ),
     "segment_anything.modeling.image_encoder.ImageEncoderViT": (SMALL | {"img_size": 64} | SAM, (2, 3, 64, 64)),
     "kornia.models.vit.VisionTransformer": (
         {"image_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}, (2, 3, 32, 32)
     ),
 }  # fmt: skip
+
+
+FLEX = "vit_pytorch.vit_nd_rotary.ViTND"
+UNREAD = {FLEX, "vit_pytorch.simple_vit_with_qk_norm.SimpleViT"}  # norms of q and k with a weight per head
 
 
 @pytest.mark.slow
@@ -180,15 +184,15 @@ def test_models_of_other_libraries(path: str) -> None:
     original = cls(**options).eval()
     x = torch.randint(20, shape) if "Text" in path else torch.randn(shape)
     model = copy.deepcopy(original)
-    vit_fast.fuse(model, "eager", example=x).require_all()
+    report = vit_fast.fuse(model, "eager", example=x)
+    assert path in UNREAD or report.require_all()
     assert runs_fused(model, lambda: model(x))
     for net in (model, original):
         sum(each.square().sum() for each in tree_leaves(net(x))).backward()
-    for (own, a), b in zip(model.named_parameters(), original.parameters()):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3 * float(b.grad.abs().max()) + 1e-6, msg=own)
+    compare_gradients(model, original)
     vit_fast.fuse(model, "sdpa", example=x)
     assert vit_fast.freeze(model)
     with torch.inference_mode():
-        torch.testing.assert_close(model(x), original(x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(x), original(x), rtol=1e-3, atol=1e-3)
         vit_fast.unfuse(model)
         torch.testing.assert_close(model(x), original(x))

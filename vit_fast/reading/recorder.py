@@ -72,6 +72,12 @@ class Found:
 class _Recorder(TorchDispatchMode):
     """Records the first call of each module, and counts the attention cores and MLPs in it."""
 
+    supports_higher_order_operators = True  # e.g. FlexAttention, which compiles itself
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __init__(self, model: nn.Module, found: Found) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.stack: list[nn.Module] = []  # modules whose forward runs
@@ -83,9 +89,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        origin = self._origin(
-            func.overloadpacket.__name__.rstrip("_"), [each for each in tree_leaves(args) if isinstance(each, Tensor)]
-        )
+        name = getattr(func, "overloadpacket", func).__name__.rstrip("_")
+        origin = self._origin(name, [each for each in tree_leaves(args) if isinstance(each, Tensor)])
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and (origin[0] or each in self.origins):
                 self.origins[each] = origin
@@ -96,7 +101,7 @@ class _Recorder(TorchDispatchMode):
         given: list[tuple[str, list[nn.Module]]] = [self.origins.get(each, _NOTHING) for each in tensors]
         kind, began = strongest = max(given, key=lambda each: _KINDS.index(each[0]), default=_NOTHING)
         kinds, now = {each for each, _ in given}, list(self.stack)
-        if "scaled_dot_product" in name:
+        if "scaled_dot_product" in name or "flex_attention" in name:
             return "attention", self._count(now)
         if name in _PRODUCTS:
             inside = [part for part, other in zip(began, now) if part is other]  # e.g. the softmax may be a module
