@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..blocks.fused import Finding, FusedContainer, FusedModule, FusedNormMlp, device_of, dtype_of, fused_class
+from ..blocks.fused import Finding, FusedContainer, FusedModule, FusedNormMlp, device_of, dtype_of
 from ..blocks.fusion_report import UNKNOWN, ModuleReport
 from ..blocks.plain import forward_is_replaced, forward_reasons
 from ..errors import type_name
@@ -49,8 +49,9 @@ class Walk:
         if isinstance(module, FusedPatchConv):
             return True
         if (recipe := self.found.recipes.get(module)) is not None:
-            fused = [part for part in module.modules() if part is not module and fused_class(part, FusedModule)]
-            self.changes += [functools.partial(restore_class, part) for part in fused]  # by an earlier call
+            for part in module.modules():  # fused by an earlier call
+                if part is not module and isinstance(part, FusedModule) and "original" in vars(type(part)):
+                    self.changes.append(functools.partial(restore_class, part))
             self._visit_created(name, module, recipe.kind, forms.attributes(module, recipe))
             found = True
         elif form is None:
