@@ -151,9 +151,6 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # options, shape 
     "vit_pytorch.vit.ViT": (VIT, (2, 3, 32, 32)),
     "vit_pytorch.simple_vit_with_qk_norm.SimpleViT": (VIT, (2, 3, 32, 32)),
     "vit_pytorch.simple_vit_with_register_tokens.SimpleViT": (VIT, (2, 3, 32, 32)),
-    "vit_pytorch.vit_nd_rotary.ViTND": (
-        SIZES | {"ndim": 2, "input_shape": 32, "patch_size": 8, "depth": 2}, (2, 3, 32, 32)
-    ),
     "vit_pytorch.vivit.ViViT": (SIZES | CLIPS | {"spatial_depth": 1, "temporal_depth": 1}, (2, 3, 4, 32, 32)),
     "open_clip.transformer.VisionTransformer": (CLIP_IMAGES, (2, 3, 32, 32)),
     "open_clip.transformer.TextTransformer": (CLIP | {"context_length": 9, "vocab_size": 20}, (2, 9)),
@@ -170,8 +167,8 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # options, shape 
 }  # fmt: skip
 
 
-FLEX = "vit_pytorch.vit_nd_rotary.ViTND"
-UNREAD = {FLEX, "vit_pytorch.simple_vit_with_qk_norm.SimpleViT"}  # norms of q and k with a weight per head
+# norms of q and k with a weight per head; MLPs of tokens [B, D, H, W, C] and windows of three dimensions
+UNREAD = {"vit_pytorch.simple_vit_with_qk_norm.SimpleViT", "monai.networks.nets.swin_unetr.SwinTransformer"}
 
 
 @pytest.mark.slow
