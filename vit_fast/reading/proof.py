@@ -147,7 +147,7 @@ def _is_near(a: Tensor, b: Tensor, limit: float, zero: float = 1e-8) -> bool:
 
 
 def proved_dtypes(copied: nn.Module, call: Probe, reading: Reading, shape: tuple[int, ...]) -> tuple[Dtypes, ...]:
-    """Returns the dtypes of the tensors for which module and parts agree; changes the dtype of `copied`."""
+    """Returns the dtypes of the tensors for which module and parts agree; rounds the weights of `copied`."""
     found = []
     for dtype, limit in LIMITS.items():
         copied._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # noqa: B023
@@ -169,6 +169,7 @@ def proved_dtypes(copied: nn.Module, call: Probe, reading: Reading, shape: tuple
                     break
             else:
                 found.append((dtype, *probe.dtypes(dtype)))
+    copied._apply(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     return tuple(found)
 
 

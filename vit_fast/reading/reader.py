@@ -93,11 +93,13 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None, others: Sequenc
     tried = ties_of(x.shape, others)
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
-            return attempt(tried[0])
+            fixed = attempt(tried[0])
+            if len(tried) == 1 or x.shape[0] > 1 or fixed.shape[0] is None:
+                return fixed
         except (UnreadableError, RuntimeError):
             if len(tried) == 1:
                 raise
-        fixed = attempt(tried[-1])
+            fixed = attempt(tried[-1])
         for ties in tried[1:-1]:
             with contextlib.suppress(UnreadableError, RuntimeError):
                 return attempt(ties)
