@@ -124,6 +124,8 @@ def _slot_of(graph: Graph, core: Core, node: fx.Node, shape: Shape, sizes: Seque
         return slot
     scores: Any = core.product if core.product is not None else core.node
     sizes = sizes or (*graph.values[scores].shape[:-2], *shape[2:])
+    if graph.values[node].dim() > len(sizes):  # e.g. [1, W, H, N, M] for windows of images
+        raise UnreadableError("its mask has more dimensions than its scores, [batch, heads, queries, keys]")
     target = graph.values[node].expand(*sizes).reshape(shape[0], -1, *shape[2:])
     for any_size in (True, False):
         with contextlib.suppress(RuntimeError):
