@@ -108,7 +108,7 @@ def closing(record: Record) -> str:
             ratio = f"{own['ratio_to_best_peer']:.2f}x {own['best_peer']}"
             found.append(f"{verdicts.get(own['verdict'], ratio)} {where}")
             is_ranked &= own["verdict"] != UNKNOWN
-        if fastest["task"] == "inference":
+        if fastest["task"] == "inference" and not fastest["model"].startswith(("attention:", "mlp:", "block:")):
             next_command = f"vit-fast optimize {fastest['model']} --batch {fastest['batch']}"
             if record["configuration"].get("img_size"):
                 next_command += f" --img-size {'x'.join(map(str, fastest['img_size']))}"

@@ -73,8 +73,12 @@ OPTIMIZE = "vit-fast optimize vit_tiny_patch16_224 --batch 8"
         ({"ratio_to_best_peer": 1.234, "verdict": "faster"}, "1.23x onnxruntime (fp32, batch 1), ", OPTIMIZE),
         ({"verdict": "cannot be ranked"}, "not ranked", "on a quiet machine, vit-fast bench "),
         ({"status": "failed"}, "nothing was measured", "vit-fast bench "),
+        (
+            {"model": "block:vit_test", "status": "measured", "ratio_to_best_peer": 1.5, "verdict": "faster"}, "1.50x",
+            "vit-fast bench ",
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_run_ends_with_its_result_and_the_next_command(changes, result, next_step, record):
     for row in record["rows"]:
         if row["candidate"] == "timm+fused+frozen" or "status" in changes:
