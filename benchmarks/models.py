@@ -219,28 +219,30 @@ def _onnx(path: Path, img_size: Size | None) -> Model:
     return Model(path.name, shape, data, onnx=path, source=str(path), precision=runner.info.precision)
 
 
-Found = tuple[Callable[[], nn.Module], Size, DataConfig]
+Found = tuple[Callable[[], Any], Size | None, DataConfig]
 
 
 def _given(given: str, find: Callable[[str, Size | None], Found], size: Size | None) -> Model:
     """Builds a model once, to check that it takes images, and counts its operations for batch sizes 1 and 2."""
+    wrapped, example = False, None
 
     def build() -> nn.Module:  # with the same random weights each time, without changing the caller's random state
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # the model is built on the CPU
             model = make()
-        if isinstance(model, tuple):  # and an example of its inputs, for export
-            model = model[0]
+        nonlocal example
+        if isinstance(model, tuple):  # and an example of its inputs
+            model, example = model
         if not isinstance(model, nn.Module):
             raise TypeError(f"the function must return an nn.Module, got {type(model).__name__}")
         model = OutputOf(model) if wrapped else model
         model.eval()
         return model.float()
 
-    wrapped = False
     try:
         make, image_hw, data = find(given, size)
         model, counted = build(), []
+        image_hw = image_hw or (example.shape[2:] if isinstance(example, Tensor) else (224, 224))
         in_chans = channels_of(model)
         with torch.no_grad():
             wrapped = not isinstance(model(torch.zeros(1, in_chans, *image_hw)), Tensor)
@@ -288,7 +290,7 @@ def _transformers(given: str, size: Size | None) -> Found:
 
 def _function(given: str, size: Size | None) -> Found:
     function: Any = find_function(given)
-    return function, size or (224, 224), DataConfig()
+    return function, size, DataConfig()
 
 
 class OutputOf(nn.Module):

@@ -28,6 +28,7 @@ from vit_fast.work import total, work
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 MODULE = """
+import torch
 from torch import nn
 
 def convolution():
@@ -43,6 +44,9 @@ class Named(nn.Module):
 
 def named():
     return Named()
+
+def with_example():
+    return Named(), torch.randn(1, 3, 32, 64)
 
 def number():
     return 5
@@ -112,6 +116,8 @@ def test_a_function_returns_a_model(folder: Path) -> None:
 def test_a_model_of_any_class_runs_in_onnx_runtime(folder: Path) -> None:
     """Compares the logits of a model that returns several tensors."""
     measured("my_models:named", "given", "onnxruntime", img_size=[32, 64])
+    (row,) = measured("my_models:with_example", "given")
+    assert row["img_size"] == [32, 64]
 
 
 @pytest.mark.parametrize(

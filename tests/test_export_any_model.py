@@ -287,19 +287,27 @@ def test_a_file_with_named_inputs(tmp_path: Path) -> None:
 
 
 class HasUnbatchedOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turn", torch.polar(torch.ones(4), torch.arange(4.0)))
+
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"mean": x.mean((1, 2, 3)), "scale": torch.tensor(2.0), "grid": torch.arange(8.0).view(2, 4), "x": x}
+        turned = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * self.turn)
+        found = {"mean": x.mean((1, 2, 3)), "scale": torch.tensor(2.0), "grid": torch.arange(8.0).view(2, 4), "x": x}
+        return found | {"planes": x.flatten(0, 1), "turned": turned}
 
 
 def test_outputs_without_a_batch(tmp_path: Path) -> None:
-    """Constants, such as CLIP's logit_scale, are not sliced and not concatenated."""
-    example = torch.randn(1, 3, 8, 8)
-    report = export_onnx(HasUnbatchedOutputs(), tmp_path / "m.onnx", example=example)
+    """Constants are not sliced and not concatenated; complex constants keep their imaginary part."""
+    example, model = torch.randn(1, 3, 8, 8), HasUnbatchedOutputs()
+    report = export_onnx(model, tmp_path / "m.onnx", example=example)
     assert report.verified and report.outputs["scale"] == [] and report.outputs["grid"] == [2, 4]
     runner = OnnxRunner(tmp_path / "m.onnx", "cpu", max_batch=2)
     for count in (0, 3, 4):
         found = runner(x := torch.randn(count, 3, 8, 8))
         assert found["scale"] == 2 and found["grid"].shape == (2, 4) and found["mean"].shape == (count,)
+        torch.testing.assert_close(found["planes"], x.flatten(0, 1))
+        torch.testing.assert_close(found["turned"], model(x)["turned"])
         torch.testing.assert_close(found["x_output" if "x_output" in found else "x"], x)
 
 

@@ -149,9 +149,9 @@ class OnnxInfo:
 def two_columns(title: str, rows: Iterable[tuple[str, Any]]) -> Table:
     """Returns a table of names and values, which are not parsed as rich markup."""
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("what", "value", title=escape(title))
+    table = Table("what", Column("value", overflow="fold"), title=escape(title))  # commands can be copied in whole
     for name, value in rows:
         table.add_row(escape(name), escape(shortened(value)))
     return table
@@ -240,11 +240,11 @@ class Signature:
     def _is_batched(self, name: str, y: Any) -> bool:
         return bool(y.ndim) and len(y) != self.unbatched.get(name)
 
-    def first(self, found: Any, count: int) -> Any:
-        """Returns the outputs of the first images; `found` is a dict, or the only output."""
+    def first(self, found: Any, count: int, of: int) -> Any:
+        """Returns the outputs of the first `count` images; `found` is a dict, or the only output."""
         if not isinstance(found, dict):
-            return self.first(dict.fromkeys(self.outputs, found), count).popitem()[1]
-        return {name: y[:count] if self._is_batched(name, y) else y for name, y in found.items()}
+            return self.first(dict.fromkeys(self.outputs, found), count, of).popitem()[1]
+        return {name: y[: len(y) * count // of] if self._is_batched(name, y) else y for name, y in found.items()}
 
     def join(self, name: str, pieces: Sequence[Any]) -> Any:
         """Returns an output of all images, from the outputs of several batches."""

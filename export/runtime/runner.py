@@ -264,7 +264,7 @@ class OnnxRunner:
         if not len(images):  # one image of zeros gives shape and dtype of the output
             one = np.zeros((1, *images.shape[1:]), self._signature.dtype)
             found = self(torch.from_numpy(one).to(images.device) if is_tensor else one)
-            return self._signature.first(found, 0)
+            return self._signature.first(found, 0, 1)
         bound = is_tensor and images.is_cuda and self._bind
         inputs = images.detach().to(self._gpu) if bound else images.detach().cpu().numpy() if is_tensor else images
         size, results = self.max_batch, list[dict[str, Any]]()
@@ -274,7 +274,8 @@ class OnnxRunner:
             if count < size and self._needs_full_batch:
                 piece = piece[[min(i, count - 1) for i in range(size)]]
             try:
-                results.append(self._signature.first(dict(zip(self._signature.outputs, self._run(piece))), count))
+                outputs = dict(zip(self._signature.outputs, self._run(piece)))
+                results.append(self._signature.first(outputs, count, len(piece)))
             except Exception as error:  # ONNX Runtime's exceptions share no base class
                 if None not in self._signature.shape[1:] or "allocate" in str(error).lower():
                     raise

@@ -17,7 +17,7 @@ from ..blocks.fused import FusedContainer, FusedModule
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
 from . import fixed_grid, research_files, torchvision, vit_fast_model
-from .interface.image_model import ImageModel
+from .interface.image_model import ImageModel, cast_module
 from .interface.packed_tower import PackedTower
 from .interface.weight_names import Converted
 from .timm import timm_blocks, timm_model, timm_towers
@@ -66,7 +66,7 @@ def exportable(model: nn.Module) -> nn.Module:
     if any(p.device.type == "meta" for p in model.parameters()):
         raise UnsupportedInputError(type(model).__name__, ["weights must be loaded, got tensors on the meta device"])
     if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()) or model.training:
-        model = copy.deepcopy(model).to("cpu", torch.float32)
+        model = cast_module(copy.deepcopy(model).cpu(), torch.float32)
         model.eval()
     return model
 

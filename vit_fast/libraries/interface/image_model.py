@@ -154,7 +154,7 @@ class ImageModel:
                 converted = tensor.detach().to(dtype, copy=True)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(converted, tensor.requires_grad) if is_parameter else converted
-        return dataclasses.replace(self, model=copy.deepcopy(self.model, memo).to(dtype))
+        return dataclasses.replace(self, model=cast_module(copy.deepcopy(self.model, memo), dtype))
 
     @contextlib.contextmanager
     def exporting(self, backend: str, dynamic_size: bool) -> Iterator[None]:
@@ -169,6 +169,17 @@ class ImageModel:
             if backend != "eager" or dynamic_size:
                 self.make_exportable(undo, dynamic_size)
             yield
+
+
+def cast_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Casts a module in place. Complex tensors stay complex: `module.to(dtype)` would discard their imaginary parts."""
+    in_complex = torch.complex128 if dtype == torch.float64 else torch.complex64
+    module._apply(lambda x: x.to(dtype if x.is_floating_point() else in_complex) if _is_float(x) else x)
+    return module
+
+
+def _is_float(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _is_norm(module: nn.Module) -> bool:
