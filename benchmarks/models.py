@@ -225,6 +225,7 @@ Found = tuple[Callable[[], Any], Size | None, DataConfig]
 def _given(given: str, find: Callable[[str, Size | None], Found], size: Size | None) -> Model:
     """Builds a model once, to check that it takes images, and counts its operations for batch sizes 1 and 2."""
     wrapped, example = False, None
+    image_hw: Any = None
 
     def build() -> nn.Module:  # with the same random weights each time, without changing the caller's random state
         with torch.random.fork_rng(devices=[]):
@@ -240,9 +241,9 @@ def _given(given: str, find: Callable[[str, Size | None], Found], size: Size | N
         return model.float()
 
     try:
-        make, image_hw, data = find(given, size)
+        make, given_hw, data = find(given, size)
         model, counted = build(), []
-        image_hw = image_hw or (example.shape[2:] if isinstance(example, Tensor) else (224, 224))
+        image_hw = given_hw or (example.shape[2:] if isinstance(example, Tensor) else (224, 224))
         in_chans = channels_of(model)
         with torch.no_grad():
             wrapped = not isinstance(model(torch.zeros(1, in_chans, *image_hw)), Tensor)
