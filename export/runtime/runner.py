@@ -267,15 +267,14 @@ class OnnxRunner:
             return self._signature.first(found, 0, 1)
         bound = is_tensor and images.is_cuda and self._bind
         inputs = images.detach().to(self._gpu) if bound else images.detach().cpu().numpy() if is_tensor else images
-        size, results = self.max_batch, list[dict[str, Any]]()
+        size, first, results = self.max_batch, self._signature.first, list[dict[str, Any]]()
         for start in range(0, len(inputs), size):
             piece = inputs[start : start + size]
             count = len(piece)
             if count < size and self._needs_full_batch:
                 piece = piece[[min(i, count - 1) for i in range(size)]]
             try:
-                outputs = dict(zip(self._signature.outputs, self._run(piece)))
-                results.append(self._signature.first(outputs, count, len(piece)))
+                results.append(first(dict(zip(self._signature.outputs, self._run(piece))), count, len(piece)))
             except Exception as error:  # ONNX Runtime's exceptions share no base class
                 if None not in self._signature.shape[1:] or "allocate" in str(error).lower():
                     raise
