@@ -97,13 +97,12 @@ def prove_in_contexts(copied: nn.Module, call: Probe, reading: Reading, x: Tenso
     other = x.transpose(0, 1).contiguous().transpose(0, 1)
     invalid = x.clone()
     invalid.view(-1)[0] = torch.nan
-    hiding = replace(call, masks=masks_of(reading))
-    for name, given, enabled, probe in (
-        ("under autocast", x, True, call),
-        ("of other strides", other, False, call),
-        ("of NaN", invalid, False, call),
-        ("of masks that hide all keys", x, False, hiding),
-    ):
+    contexts = [
+        ("under autocast", x, True, call), ("of other strides", other, False, call), ("of NaN", invalid, False, call)
+    ]  # fmt: skip
+    if masks := masks_of(reading):
+        contexts.append(("of masks that hide all keys", x, False, replace(call, masks=masks)))
+    for name, given, enabled, probe in contexts:
         before = [(device, torch.is_autocast_enabled(device)) for device in ("cpu", "cuda")]
         for device, _ in before:
             torch.set_autocast_enabled(device, enabled)  # leaves fp64 as it is

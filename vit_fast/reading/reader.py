@@ -154,7 +154,8 @@ def _proved(
             every.append(swapped)
     tokens, differentiates = tokens_like(probe), True
     try:
-        prove(copied, replace(call, masks=masks_of(reading)), reading, probe)
+        if masks := masks_of(reading):
+            prove(copied, replace(call, masks=masks), reading, probe)
     except UnreadableError:
         differentiates = reading.uses_sdpa  # whose implementations in torch differ in these gradients
     prove_in_contexts(copied, call, reading, tokens)
