@@ -14,6 +14,7 @@ from typing import Any, Self
 import sympy  # type: ignore[import-untyped]  # has no types
 import torch
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -124,7 +125,8 @@ def _guarded(
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
     try:
-        with fake, _Decomposed(), torch.no_grad():
+        # without the dispatcher, matmul reads its sizes as numbers in torch 2.11
+        with fake, enable_python_dispatcher(), _Decomposed(), torch.no_grad():
             forward(x)
     finally:
         log.disabled = was_disabled
