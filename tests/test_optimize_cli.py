@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("
 
 FUSED = Candidate(attention="sdpa", mlp="sdpa")
 ROUNDED = dataclasses.replace(FUSED, precision="bf16")
-OPTIMIZE = ("optimize", "vit_test", "--batch", "2", "--budget", "60")
+OPTIMIZE = ("optimize", "vit_test", "--batch", "2", "--budget", "600")
 BF16 = ("--allow", "bf16", "--min-agreement", "0")
 
 
@@ -38,7 +38,7 @@ def test_table_progress_and_cache(capsys: pytest.CaptureFixture[str], only) -> N
     assert run(*OPTIMIZE) == 0
     out, progress = capsys.readouterr()
     assert "original" in out and "fused sdpa" in out and "speedup" in out
-    lines = [line.partition(" of 60 s: ")[2] for line in progress.splitlines() if " of 60 s: " in line]
+    lines = [line.partition(" of 600 s: ")[2] for line in progress.splitlines() if " of 600 s: " in line]
     assert lines == ["the reference in fp64", "original", "fused sdpa", "timing 2 candidates, interleaved"]
 
     assert run(*OPTIMIZE) == 0
@@ -168,13 +168,13 @@ def test_unreadable_entries_are_ignored(model, images, one_engine) -> None:
 def test_a_file_is_optimized_cached_saved_and_exported(exported, images, tmp_path: Path) -> None:
     path = tmp_path / "beside.onnx"
     copy_model(exported("beside"), path)
-    found = vit_fast.optimize(path, images, budget_s=60)
+    found = vit_fast.optimize(path, images, budget_s=600)
     names = [row.candidate.name for row in found.table]
     assert "original" in names and any(name.endswith(", 1 images per call") for name in names), names
     assert all(row.ms is not None for row in found.table if row.candidate.split == 1), "opening a file takes no time"
     before = found.model(images)
     assert before.shape == (4, 10)
-    assert vit_fast.optimize(str(path), images, budget_s=60).from_cache
+    assert vit_fast.optimize(str(path), images, budget_s=600).from_cache
     assert not vit_fast.optimize(exported("plain"), images, budget_s=1).from_cache, "another file"
     found.save(tmp_path / "fast.json")
     assert vit_fast.load_optimized(tmp_path / "fast.json", path).candidate == found.candidate

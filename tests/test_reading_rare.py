@@ -250,3 +250,10 @@ def test_skipped_blocks_are_named_with_all_they_contain() -> None:
     assert [(row.name, row.part) for row in report.skipped] == [("layers.0", "attention"), ("layers.1", "attention")]
     report = vit_fast.fuse(Net(Inline, depth=1), "eager", example=torch.randn(2, 3, 20, 16))
     assert [(row.name, row.part) for row in report.skipped] == [("layers.0", "attention, norm + MLP")]
+
+
+@pytest.mark.parametrize("memory", [2**10, None])
+def test_captures_that_need_too_much_memory(memory: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vit_fast.reading.reader.memory_bytes", lambda device: memory)
+    report = vit_fast.fuse(Net(Masked).eval(), "eager", example=torch.randn(2, 3, 16, 16))
+    assert ("pass an example of fewer tokens" in " ".join(str(report).split())) is (memory is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ..blocks.outlines import detached
 from ..blocks.parts import Derived
 from ..blocks.plain import touch_reasons
+from ..version import memory_bytes
 from .arguments import Probe, Ties, bound, margin, of_other_batch, ties_of
 from .calls import Call, attributes_of, state_of, structure_of
 from .capture import Graph, UnreadableError, capture, free_dimensions, random_copy, tokens_like
@@ -39,7 +41,9 @@ SMALL = (2, 7)  # batch size and number of tokens of a capture, if the forward s
 EXAMPLE_LIMITS = {torch.float32: 1e-3, torch.float64: 1e-5}
 
 
-def read(module: nn.Module, x: Tensor, call: Call | None = None, others: Sequence[Tensor] = ()) -> Recipe:
+def read(
+    module: nn.Module, x: Tensor, call: Call | None = None, others: Sequence[Tensor] = (), computed: int = 0
+) -> Recipe:
     """Reads a module that maps tokens to tokens, [B, N, C], [N, B, C] or [B, H, W, C], and proves what it read.
 
     `recipe.reading(module)` returns `AttentionParts` and `MlpParts`, also for other modules of equal structure.
@@ -49,6 +53,7 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None, others: Sequenc
         x: Tokens as the module gets them. Only the shape is used.
         call: The structure of arguments and output; by default, forward gets and returns one tensor.
         others: The other tensors that the module gets.
+        computed: Elements of all tensors that the module computes from x, to estimate the memory; 0 if unknown.
     Raises:
         UnreadableError: states in terms of the computation why the module cannot be read.
     """
@@ -67,7 +72,7 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None, others: Sequenc
             graph, reading = _captured(copied, probe, small)
             fixed = graph.makes_constants()  # the reading is valid for this number of tokens only
         except UnreadableError:
-            _, reading = _captured(copied, probe, shape)
+            _, reading = _captured(copied, probe, shape, computed)
             small, fixed = shape, True
         least = [2 + margin(ties, axis) for axis in range(len(shape) - 1)]
         free = free_dimensions(functools.partial(probe.run, copied), shape, least)
@@ -76,7 +81,7 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None, others: Sequenc
         if is_derived := any(isinstance(owner, Derived) for owner, _ in slots):
             fixed = fixed or small == shape
         if small != shape and (fixed or is_derived or len(free) < len(shape) - 1):
-            _, whole = _captured(copied, probe, shape)
+            _, whole = _captured(copied, probe, shape, computed)
             # do operators of tables and masks contain sizes?
             fixed = fixed or (is_derived and detached(copied, whole.attention) != detached(copied, attention))
             if fixed or len(free) < len(shape) - 1:
@@ -106,8 +111,12 @@ def read(module: nn.Module, x: Tensor, call: Call | None = None, others: Sequenc
         return fixed
 
 
-def _captured(copied: nn.Module, probe: Probe, shape: tuple[int, ...]) -> tuple[Graph, Reading]:
-    """Captures and matches a random copy for tokens of a shape."""
+def _captured(copied: nn.Module, probe: Probe, shape: tuple[int, ...], computed: int = 0) -> tuple[Graph, Reading]:
+    """Captures and matches a random copy for tokens of a shape, for which it computes a number of elements."""
+    memory, needed = memory_bytes(torch.device("cpu")), 16 * computed  # in fp64, in the graph and of the operators
+    if memory is not None and needed > memory // 2:
+        text = f"reading it for {math.prod(shape[1:-1])} tokens needs about {needed / 2**30:.0f} GiB of memory"
+        raise UnreadableError(f"{text}: pass an example of fewer tokens")
 
     def attributes() -> list[tuple[Any, str, object]]:
         return [row for part in copied.modules() for row in attributes_of(part)]
@@ -241,9 +250,9 @@ def _read_once(
                     continue
         else:
             try:
-                result = read(module, x, record.call, others)
+                result = read(module, x, record.call, others, record.computed)
             except UnreadableError as error:
-                result = error
+                result = UnreadableError(str(error))  # without frames, which hold the values of graphs
         known.setdefault(key, []).append((state, result))
         if isinstance(result, Recipe):
             _check_example(module, result, record)

@@ -37,6 +37,7 @@ class Record:
     problem: str  # why there is no `call`
     tensors: Sequence[Tensor] = ()  # the tokens, then other tensors
     y: Any = None
+    computed: int = 0  # elements of all tensors that the module computed
 
     @property
     def x(self) -> Tensor | None:
@@ -83,6 +84,7 @@ class _Recorder(TorchDispatchMode):
         self.stack: list[nn.Module] = []  # modules whose forward runs
         self.records: dict[nn.Module, Record] = {}
         self.found, self.model = found, model
+        self.computed: Counter[nn.Module] = Counter()  # elements, by module whose forward runs
         self.origins: Any = WeakTensorKeyDictionary()  # of tensors; see `_origin`
         for tensor in (*model.parameters(), *model.buffers()):
             self.origins[tensor] = "parameter", []
@@ -92,8 +94,10 @@ class _Recorder(TorchDispatchMode):
         name = getattr(func, "overloadpacket", func).__name__.rstrip("_")
         origin = self._origin(name, [each for each in tree_leaves(args) if isinstance(each, Tensor)])
         for each in tree_leaves(output):
-            if isinstance(each, Tensor) and (origin[0] or each in self.origins):
-                self.origins[each] = origin
+            if isinstance(each, Tensor):
+                self.computed.update(dict.fromkeys(self.stack, each.numel()))
+                if origin[0] or each in self.origins:
+                    self.origins[each] = origin
         return output
 
     def _origin(self, name: str, tensors: Sequence[Tensor]) -> tuple[str, list[nn.Module]]:
@@ -128,6 +132,7 @@ class _Recorder(TorchDispatchMode):
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.stack.pop()
+        computed = self.computed.pop(module, 0)
         if module in self.records:
             return
         try:
@@ -139,7 +144,7 @@ class _Recorder(TorchDispatchMode):
         self.records[module] = Record(call, call.problem)
         if y.shape == x.shape and x.dim() in (3, 4) and x.is_floating_point():
             copies = [each.detach().clone() for each in (*tensors, y)]
-            self.records[module] = Record(call, call.problem, copies[:-1], copies[-1])
+            self.records[module] = Record(call, call.problem, copies[:-1], copies[-1], computed)
 
 
 class _Functions(TorchFunctionMode):
