@@ -236,6 +236,16 @@ class Signature:
     patch_hw: Size | None  # images of any size must have multiples of it as sides
     outputs: dict[str, tuple[np.dtype[Any], tuple[int, ...] | None]]  # dtype, and shape after the batch axis if known
     unbatched: dict[str, int]  # length of axis 0 of outputs, where it is not the batch
+    paired: tuple[str, ...]  # outputs of pairs of images, e.g. [B, B], which cannot be computed in pieces
+
+    _WHOLE = "pass one batch, of at most max_batch images"
+
+    def check_pieces(self, count: int, size: int) -> None:
+        """Raises ValueError if `count` images, run in batches of `size`, give no output of all pairs of images."""
+        if self.paired and count != size:
+            raise ValueError(
+                f"output {self.paired[0]!r} has several axes of the batch size: {self._WHOLE}, got {count}"
+            )
 
     def _is_batched(self, name: str, y: Any) -> bool:
         return bool(y.ndim) and len(y) != self.unbatched.get(name)
@@ -247,8 +257,15 @@ class Signature:
         return {name: y[: len(y) * count // of] if self._is_batched(name, y) else y for name, y in found.items()}
 
     def join(self, name: str, pieces: Sequence[Any]) -> Any:
-        """Returns an output of all images, from the outputs of several batches."""
-        if len(pieces) == 1 or not self._is_batched(name, pieces[0]):
+        """Returns an output of all images, from the outputs of several batches.
+
+        Raises ValueError for an output without a batch axis that differs among the batches, e.g. a mean of all images.
+        """
+        if len(pieces) == 1:
+            return pieces[0]
+        if not self._is_batched(name, pieces[0]):
+            if not all((each == pieces[0]).all() for each in pieces):
+                raise ValueError(f"output {name!r} depends on all images of a batch: {self._WHOLE}")
             return pieces[0]
         return np.concatenate(pieces) if isinstance(pieces[0], np.ndarray) else torch.cat(list(pieces))
 
@@ -289,6 +306,8 @@ def read_signature(info: OnnxInfo, any_inputs: bool = False) -> Signature:
         for dims in (entry["shape"], *(out["shape"][1:] for out in info.outputs))
     )
     outputs: dict[str, Any] = {}
+    batch = entry["shape"][0]
+    paired = [out["name"] for out in info.outputs if not isinstance(batch, int) and batch in out["shape"][1:]]
     firsts = {out["name"]: next(iter(out["shape"]), None) for out in info.outputs}
     unbatched = {name: dim for name, dim in firsts.items() if isinstance(dim, int) and 0 < dim != shape[0]}
     for out, tail in zip(info.outputs, tails):
@@ -304,5 +323,5 @@ def read_signature(info: OnnxInfo, any_inputs: bool = False) -> Signature:
         path=Path(info.path), input=entry["name"], dtype=dtype, takes_pixels=takes_pixels, shape=shape,
         in_chans=shape[3 if takes_pixels else 1] or 3, image_hw=image_hw,
         patch_hw=(patch[0], patch[1]) if info.metadata.get("dynamic_size") is True else None, outputs=outputs,
-        unbatched=unbatched,
+        unbatched=unbatched, paired=tuple(paired),
     )  # fmt: skip
