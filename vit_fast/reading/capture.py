@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Self
 
 import sympy  # type: ignore[import-untyped]  # has no types
@@ -125,8 +126,7 @@ def _guarded(
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
     try:
-        # without the dispatcher, matmul reads its sizes as numbers in torch 2.11
-        with fake, enable_python_dispatcher(), _Decomposed(), torch.no_grad():
+        with fake, _Decomposed(), torch.no_grad():
             forward(x)
     finally:
         log.disabled = was_disabled
@@ -165,13 +165,18 @@ class InDouble(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, nn.functional.linear)
+
+
 class _Decomposed(TorchFunctionMode):
-    """Replaces functions that do not support symbolic sizes in torch 2.13."""
+    """Replaces functions that do not support symbolic sizes: baddbmm in torch 2.13, matmul and linear in 2.11."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.baddbmm, Tensor.baddbmm):
             return torch.bmm(*args[1:3])
-        return func(*args, **(kwargs or {}))
+        # for all functions, the dispatcher takes ten times as long
+        with enable_python_dispatcher() if func in _MATMULS else nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 class Graph(fx.Interpreter):
