@@ -178,7 +178,11 @@ def test_programs_of_several_windows(
     if INTERPRETED:
         place, size = interpreter_builder.set_grid_idx, interpreter_builder.set_grid_dim
         monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, *yz: place(orders[-1][x], *yz))
-        shuffle = lambda x, *yz: (orders.append(torch.randperm(x).tolist()), size(x, *yz))  # noqa: E731
+
+        def shuffle(x: int, *yz: int) -> None:
+            orders.append(torch.randperm(x).tolist())
+            size(x, *yz)
+
         monkeypatch.setattr(interpreter_builder, "set_grid_dim", shuffle)
     for run in range(runs):
         if KERNEL_ARCH:
@@ -196,7 +200,10 @@ def test_graphs_follow_their_inputs(kind: str) -> None:
     if kind == "block":
         case = make_block(torch.float32, tokens=(2, 24), terms=True)
         made: dict[str, Any] = {"x": case.x, "t": case.t, "options": case.options}
-        call: Any = lambda backend, **made: replace(case, **made).forward(backend)  # noqa: E731
+
+        def call(backend: str, **made: Any) -> Any:
+            return replace(case, **made).forward(backend)
+
     else:
         made = bias_inputs(("masked", "window_mask", "rel tables", "scale", "key_mask"), (4, 2, 6, 6, 16), grid=3)
         call = ops.attention

@@ -55,7 +55,7 @@ PARTLY = {"gcvit.GlobalContextVit", "crossvit_tiny_240"}
 @pytest.mark.fast_cases("beit_base_patch16_224", "swin_tiny_patch4_window7_224")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_of_timm(name: str) -> None:
-    """What timm's own tests check: forward, features, intermediates, heads, scripts, gradients of all parameters."""
+    """Repeats timm's own checks: forward, features, intermediates, heads, scripts, gradients of all parameters."""
     import timm
 
     torch.manual_seed(0)

@@ -29,7 +29,7 @@ def computed(graph: Graph, node: fx.Node, any_size: bool = False) -> Slot:
     numbers = {each: i for i, each in enumerate((*read, *made))}
     for each in wanted:
         if each not in numbers:
-            numbers[each] = numbers[each.args[0]]  # type: ignore[index]
+            numbers[each] = numbers[each.all_input_nodes[0]]
     slots = tuple(graph.slots[each] for each in read)
     return _slot(graph, slots, tuple(_step(graph, each, numbers) for each in made), numbers[node])
 
@@ -38,7 +38,7 @@ def _only_reshapes(graph: Graph, node: fx.Node) -> bool:
     """Returns True if an operator with fixed sizes returns the numbers of its input, or repeats them."""
     if operator_of(node) not in FIXES_SIZES:
         return False
-    value, source = graph.values[node], graph.values[node.args[0]]  # type: ignore[index]
+    value, source = graph.values[node], graph.values[node.all_input_nodes[0]]
     return operator_of(node) == "expand" or torch.equal(value.flatten(), source.flatten())
 
 
