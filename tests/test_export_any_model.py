@@ -311,26 +311,6 @@ def test_outputs_without_a_batch(tmp_path: Path) -> None:
         torch.testing.assert_close(found["x_output" if "x_output" in found else "x"], x)
 
 
-class Compares(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.mean((2, 3))
-        return rows @ rows.mT
-
-
-class Averages(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean((0, 2, 3))
-
-
-@pytest.mark.parametrize(("model", "text"), [(Compares(), "several axes"), (Averages(), "depends on all images")])
-def test_outputs_of_all_images_need_one_batch(model: nn.Module, text: str, tmp_path: Path) -> None:
-    export_onnx(model, tmp_path / "m.onnx", example=torch.randn(1, 3, 8, 8))
-    runner, images = OnnxRunner(tmp_path / "m.onnx", "cpu", max_batch=2), torch.randn(4, 3, 8, 8)
-    torch.testing.assert_close(runner(images[:2]), model(images[:2]))
-    with pytest.raises(ValueError, match=f"{text}.*at most max_batch"):
-        runner(images)
-
-
 class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x

@@ -14,11 +14,12 @@ import torch
 from command_line import run
 from fused_models import transformers_subject
 from onnx_models import NAMES
+from torch import nn
 
 from vit_fast.apps.data import make_transform, read_image, sample_image
 from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.export import OnnxRunner, ProviderError
+from vit_fast.export import OnnxRunner, ProviderError, export_onnx
 
 
 @torch.inference_mode()
@@ -181,3 +182,23 @@ def test_predict_needs_nothing_but_the_file(exported: Any, capsys: pytest.Captur
         (result,) = json.loads(capsys.readouterr().out)
         assert sum(row["probability"] for row in result["top"]) == pytest.approx(1)
         assert {row["class"] for row in result["top"]} == set(NAMES)
+
+
+class Compares(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.mean((2, 3))
+        return rows @ rows.mT
+
+
+class Averages(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean((0, 2, 3))
+
+
+@pytest.mark.parametrize(("model", "text"), [(Compares(), "several axes"), (Averages(), "depends on all images")])
+def test_outputs_of_all_images_need_one_batch(model: nn.Module, text: str, tmp_path: Path) -> None:
+    export_onnx(model, tmp_path / "m.onnx", example=torch.randn(1, 3, 8, 8))
+    runner, images = OnnxRunner(tmp_path / "m.onnx", "cpu", max_batch=2), torch.randn(4, 3, 8, 8)
+    torch.testing.assert_close(runner(images[:2]), model(images[:2]))
+    with pytest.raises(ValueError, match=f"{text}.*at most max_batch"):
+        runner(images)

@@ -240,18 +240,13 @@ class Signature:
 
     _WHOLE = "pass one batch, of at most max_batch images"
 
-    def check_pieces(self, count: int, size: int) -> None:
-        """Raises ValueError if `count` images, run in batches of `size`, give no output of all pairs of images."""
-        if self.paired and count != size:
-            raise ValueError(
-                f"output {self.paired[0]!r} has several axes of the batch size: {self._WHOLE}, got {count}"
-            )
-
     def _is_batched(self, name: str, y: Any) -> bool:
         return bool(y.ndim) and len(y) != self.unbatched.get(name)
 
     def first(self, found: Any, count: int, of: int) -> Any:
-        """Returns the outputs of the first `count` images; `found` is a dict, or the only output."""
+        """Returns the outputs of the first `count` of some images; `found` is a dict, or the only output."""
+        if self.paired and count != of:
+            raise ValueError(f"output {self.paired[0]!r} has several axes of the batch: {self._WHOLE}")
         if not isinstance(found, dict):
             return self.first(dict.fromkeys(self.outputs, found), count, of).popitem()[1]
         return {name: y[: len(y) * count // of] if self._is_batched(name, y) else y for name, y in found.items()}
@@ -263,6 +258,8 @@ class Signature:
         """
         if len(pieces) == 1:
             return pieces[0]
+        if name in self.paired:
+            raise ValueError(f"output {name!r} has several axes of the batch: {self._WHOLE}")
         if not self._is_batched(name, pieces[0]):
             if not all((each == pieces[0]).all() for each in pieces):
                 raise ValueError(f"output {name!r} depends on all images of a batch: {self._WHOLE}")

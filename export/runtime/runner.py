@@ -268,7 +268,6 @@ class OnnxRunner:
         bound = is_tensor and images.is_cuda and self._bind
         inputs = images.detach().to(self._gpu) if bound else images.detach().cpu().numpy() if is_tensor else images
         size, first, results = self.max_batch, self._signature.first, list[dict[str, Any]]()
-        self._signature.check_pieces(len(images), size if self._needs_full_batch else min(size, len(images)))
         for start in range(0, len(inputs), size):
             piece = inputs[start : start + size]
             count = len(piece)
