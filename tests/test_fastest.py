@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vit_fast
 from vit_fast.blocks import fastest, packed
-from vit_fast.blocks.packed import can_pack
 from vit_fast.files import cache_folder
 from vit_fast.measure import cache
+from vit_fast.ops.packed_linear import can_pack
 
 pytestmark = [
     pytest.mark.skipif(not can_pack(torch.float32), reason="torch without oneDNN or MKL"),
@@ -167,7 +167,7 @@ def test_freeze_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(measured) == number
         for block in model.blocks:
             steps = block.vit_fast_parts.frozen.steps()
-            assert {steps.qkv._by, steps.proj._by, steps.fc1._by, steps.fc2._by} == {"mkl"}
+            assert {steps.qkv._by, steps.proj._by, steps.fc1._by, steps.fc2._by} == {"conv"}
             assert steps.attend.args == (dict.fromkeys(packed.TOKENS, "flash"),)
     fastest._known.cache_clear()
 

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.blocks.fp8_scales import FrozenFp8
-from vit_fast.blocks.packed import Packed, PackedLinear
+from vit_fast.blocks.packed import Packed
 from vit_fast.fusion.fuse import frozen_of
 from vit_fast.model import VisionTransformer
+from vit_fast.ops.packed_linear import PackedLinear
 
 Change = Callable[[Any], object]
 

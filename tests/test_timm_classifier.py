@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import vit_fast
-from vit_fast.blocks.packed import can_pack
 from vit_fast.libraries.timm import timm_towers
+from vit_fast.ops.packed_linear import can_pack
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.float32), reason="torch without oneDNN or MKL")
 

@@ -1,8 +1,7 @@
 """Runs frozen blocks on the CPU with weights that are packed once, instead of in every call of `F.linear`.
 
-`freeze` selects the implementation of each linear layer and of attention by a measurement (`fastest.py`): oneDNN with
-the activation in its epilogue or after it, MKL, or ATen; oneDNN Graph or torch's flash attention, and with a bias or
-windows also matmuls and softmax.
+`freeze` selects the implementation of each linear layer (`ops/packed_linear.py`) and of attention by a measurement
+(`fastest.py`): oneDNN Graph or torch's flash attention, and with a bias or windows also matmuls and softmax.
 
 LayerNorm is not folded, because a LayerNorm without weight and bias is not faster on a CPU.
 """
@@ -25,6 +24,7 @@ from ..ops import qk_norm_rope, reference
 from ..ops.attention import attention_among
 from ..ops.attention_bias import additive_mask, by_groups, with_rel
 from ..ops.descriptions import Keys, Norm, Rope, ScoreTerms
+from ..ops.packed_linear import PackedLinear, can_pack, implementations
 from ..ops.registration import needs_gradient
 from .fastest import Timed, fastest, is_traced
 from .frozen import Frozen
@@ -34,71 +34,7 @@ GRAPHS = 64  # maximum number of attention graphs in the cache
 # Maximum bytes of a linear layer's output, and per thread; the larger one counts. Larger batches are split, because
 # malloc maps buffers of 32 MiB or more anew in every call.
 GROUP_BYTES, THREAD_BYTES = 2**24, 2**21
-ROWS = 256  # tokens that weights are packed for; tested with 5, 197 and 1,576 tokens
 TOKENS = (197, 50, 577)  # numbers of tokens that attention is measured with; linear layers only with the first
-
-_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": torch.ops.aten.gelu_.default,
-    "gelu_tanh": functools.partial(torch.ops.aten.gelu_.default, approximate="tanh"),
-    "relu": torch.relu_,
-    "silu": torch.ops.aten.silu_.default,
-    "quick_gelu": lambda x: torch.sigmoid(1.702 * x).mul_(x),
-}
-_NO_EPILOGUE: tuple[str, list[float], str] = ("none", [], "")
-_EPILOGUES: dict[str, tuple[str, list[float], str]] = {
-    "gelu": ("gelu", [], "none"), "gelu_tanh": ("gelu", [], "tanh"), "relu": ("relu", [], ""),
-    "silu": ("swish", [], ""),
-}  # fmt: skip
-
-
-def implementations(dtype: torch.dtype) -> list[str]:
-    """Returns the implementations of a linear layer; the first is the default.
-
-    "onednn-epilogue" fuses activation and residual into the matmul; all others compute them afterwards, in place.
-    """
-    return ["onednn-epilogue", "onednn", "aten"] + (["mkl"] if dtype == torch.float32 else [])
-
-
-class PackedLinear:
-    """Computes activation(x W^T + b) or residual + x W^T + b for contiguous x; folds LayerScale into W and b."""
-
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, activation: str | None = None, *,
-        implementation: str,
-    ) -> None:  # fmt: skip
-        if scale is not None:
-            weight = (weight.float() * scale.float()[:, None]).to(weight.dtype)
-            bias = None if bias is None else bias.float() * scale.float()
-        # copy the bias, so that an update of the parameter changes no bias before the weight is packed again
-        self._bias = None if bias is None else bias.to(weight.dtype, copy=True)
-        self._by, _, self._fused = implementation.partition("-")
-        self._epilogue = _EPILOGUES.get(str(activation), _NO_EPILOGUE) if self._fused else _NO_EPILOGUE
-        after = activation is not None and self._epilogue is _NO_EPILOGUE
-        self._activation = _IN_PLACE[str(activation)] if after else None
-        self.shape = weight.shape
-        if self._by == "aten":
-            self._weight = weight.clone(memory_format=torch.contiguous_format)
-        else:
-            mkl, mkldnn = torch.ops.mkl, torch.ops.mkldnn
-            pack = mkl._mkl_reorder_linear_weight if self._by == "mkl" else mkldnn._reorder_linear_weight
-            self._weight = pack(weight.contiguous(), ROWS)
-        self._shape_only = weight.new_empty(()).expand(weight.shape)
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if self._by == "mkl":
-            # The last argument is the number of tokens that the weight was packed for. If it differs from the number
-            # of tokens in x, torch reads the unpacked weight.
-            rows = x.numel() // x.shape[-1]
-            y: Tensor = torch.ops.mkl._mkl_linear.default(x, self._weight, self._shape_only, self._bias, rows)
-        elif self._by == "aten":
-            y = F.linear(x, self._weight, self._bias)
-        elif residual is not None and self._fused:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
-        else:
-            y = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, *self._epilogue)
-        if self._activation is not None:
-            y = self._activation(y)
-        return y if residual is None else y.add_(residual)
 
 
 class Packed(Frozen):
@@ -360,17 +296,6 @@ def _reuse_freed_buffers() -> None:
     vit_tiny at batch 8 on an AMD EPYC (Zen 3, 2026-11), 3,800 page faults per call took 4 to 12 % of the time.
     """
     torch.empty(2**25 - 2**16, dtype=torch.uint8, device="cpu")
-
-
-@functools.cache
-def can_pack(dtype: torch.dtype) -> bool:
-    """Returns True if linear layers of a dtype can be packed on this CPU."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.float32:
-        return torch.backends.mkl.is_available()
-    names = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    return dtype in names and bool(getattr(torch.ops.mkldnn, names[dtype])())
 
 
 def packing_reasons(attention: AttentionParts | None, mlp: MlpParts | None) -> list[str]:
