@@ -15,6 +15,7 @@ import contextlib
 import copy
 import dataclasses
 import io
+import re
 import tempfile
 import warnings
 from collections import Counter
@@ -218,14 +219,13 @@ def capture(call: Call) -> ir.Model:
                 node.attributes.add(ir.AttrInt64("exclude_outside", 1))
             if node.attributes.get_string("coordinate_transformation_mode") == "pytorch_half_pixel":
                 node.attributes.add(ir.AttrString("coordinate_transformation_mode", "half_pixel"))
-    # torch's names of dynamic dimensions are like s34
-    first = model.graph.inputs[call.batched.index(True)]
-    batch = shape_of(first)[0]
+    batch = shape_of(first := model.graph.inputs[call.batched.index(True)])[0]  # torch's name, like s34
     sides = {2: f"{vit.patch_hw[0]}*rows", 3: f"{vit.patch_hw[1]}*columns"} if options.dynamic_size else {}
+    of_batch = re.compile(rf"({BATCH}|\W|\d)+")  # e.g. 64*batch
     for value in (*model.graph.inputs, *model.graph.outputs):
         inner = sides if value is first else {}
-        dims = [BATCH if dim == batch else dim for dim in shape_of(value)] if options.dynamic_batch else shape_of(value)
-        names = [dim if isinstance(dim, int) or dim == BATCH else f"{value.name}_{i}" for i, dim in enumerate(dims)]
+        dims = [dim if isinstance(dim, int) else re.sub(rf"\b{batch}\b", BATCH, dim) for dim in shape_of(value)]
+        names = [dim if of_batch.fullmatch(str(dim)) else f"{value.name}_{i}" for i, dim in enumerate(dims)]
         value.shape = ir.Shape([inner.get(i, name) for i, name in enumerate(names)])
     _name_linears(model, vit.model)
     return model

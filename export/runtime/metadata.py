@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -222,6 +223,10 @@ def _describe_value(value: onnx.ValueInfoProto) -> dict[str, Any]:
     return {"name": value.name, "dtype": dtype, "shape": dims}
 
 
+def _depends_on_all(name: str) -> ValueError:
+    return ValueError(f"output {name!r} depends on all images of a batch: pass one batch, of at most max_batch images")
+
+
 @dataclass
 class Signature:
     """Input and outputs of a file that takes images."""
@@ -236,9 +241,7 @@ class Signature:
     patch_hw: Size | None  # images of any size must have multiples of it as sides
     outputs: dict[str, tuple[np.dtype[Any], tuple[int, ...] | None]]  # dtype, and shape after the batch axis if known
     unbatched: dict[str, int]  # length of axis 0 of outputs, where it is not the batch
-    paired: tuple[str, ...]  # outputs of pairs of images, e.g. [B, B], which cannot be computed in pieces
-
-    _WHOLE = "pass one batch, of at most max_batch images"
+    paired: tuple[str, ...]  # outputs of pairs of images, e.g. [B, B] or [B * B], which cannot be computed in pieces
 
     def _is_batched(self, name: str, y: Any) -> bool:
         return bool(y.ndim) and len(y) != self.unbatched.get(name)
@@ -246,7 +249,7 @@ class Signature:
     def first(self, found: Any, count: int, of: int) -> Any:
         """Returns the outputs of the first `count` of some images; `found` is a dict, or the only output."""
         if self.paired and count != of:
-            raise ValueError(f"output {self.paired[0]!r} has several axes of the batch: {self._WHOLE}")
+            raise _depends_on_all(self.paired[0])
         if not isinstance(found, dict):
             return self.first(dict.fromkeys(self.outputs, found), count, of).popitem()[1]
         return {name: y[: len(y) * count // of] if self._is_batched(name, y) else y for name, y in found.items()}
@@ -258,11 +261,10 @@ class Signature:
         """
         if len(pieces) == 1:
             return pieces[0]
-        if name in self.paired:
-            raise ValueError(f"output {name!r} has several axes of the batch: {self._WHOLE}")
-        if not self._is_batched(name, pieces[0]):
-            if not all((each == pieces[0]).all() for each in pieces):
-                raise ValueError(f"output {name!r} depends on all images of a batch: {self._WHOLE}")
+        is_batched = self._is_batched(name, pieces[0])
+        if name in self.paired or not (is_batched or all((each == pieces[0]).all() for each in pieces)):
+            raise _depends_on_all(name)
+        if not is_batched:
             return pieces[0]
         return np.concatenate(pieces) if isinstance(pieces[0], np.ndarray) else torch.cat(list(pieces))
 
@@ -303,8 +305,10 @@ def read_signature(info: OnnxInfo, any_inputs: bool = False) -> Signature:
         for dims in (entry["shape"], *(out["shape"][1:] for out in info.outputs))
     )
     outputs: dict[str, Any] = {}
-    batch = entry["shape"][0]
-    paired = [out["name"] for out in info.outputs if not isinstance(batch, int) and batch in out["shape"][1:]]
+    batch, counts = re.escape(str(entry["shape"][0])), Counter[str]()  # of axes, except for axis 0 of one image or more
+    for out in () if shape[0] else info.outputs:
+        dims = ",".join(map(str, out["shape"]))
+        counts[out["name"]] = len(re.findall(rf"\b{batch}\b", dims)) - bool(re.match(rf"(\d+\*)?{batch}(,|$)", dims))
     firsts = {out["name"]: next(iter(out["shape"]), None) for out in info.outputs}
     unbatched = {name: dim for name, dim in firsts.items() if isinstance(dim, int) and 0 < dim != shape[0]}
     for out, tail in zip(info.outputs, tails):
@@ -320,5 +324,5 @@ def read_signature(info: OnnxInfo, any_inputs: bool = False) -> Signature:
         path=Path(info.path), input=entry["name"], dtype=dtype, takes_pixels=takes_pixels, shape=shape,
         in_chans=shape[3 if takes_pixels else 1] or 3, image_hw=image_hw,
         patch_hw=(patch[0], patch[1]) if info.metadata.get("dynamic_size") is True else None, outputs=outputs,
-        unbatched=unbatched, paired=tuple(paired),
+        unbatched=unbatched, paired=tuple(+counts),
     )  # fmt: skip
