@@ -1,7 +1,7 @@
 """Single operators as models, with the functions of all libraries that compute them.
 
 attention:197x12x64[:bias]        softmax attention on packed qkv [B, tokens, 3, heads, head_dim]; with a bias
-                                  [heads, tokens, tokens], which has no gradient
+                                  [heads, tokens, tokens], whose gradient belongs to the backward
 mlp:197x768x3072[:activation]     LayerNorm + MLP + residual on [B, tokens, width]; gelu by default
 
 `--train` measures the backward alone. The reference is "eager". To add an operator of a library, add its function to
@@ -61,13 +61,14 @@ class Operator:
     def parts(self, batch: int, training: bool) -> dict[str, Work]:
         """Returns the least work of the forward or, in training, of the backward."""
         tokens, second, third = self.sizes
+        passes = 2 if training else 1
         if self.part == "attention":
-            # forward reads q, k, v and writes o; backward also reads o and do and writes dq, dk, dv
+            # forward reads q, k, v, bias and writes o; backward also reads o and do and writes the gradients
             flop, moved = 4 * batch * second * tokens**2 * third, batch * tokens * second * third
-            bias = second * tokens**2 if self.activation == "bias" else 0
+            bias = passes * second * tokens**2 if self.activation == "bias" else 0
             return {"attention": Work(flop * 5 // 2 if training else flop, (8 if training else 4) * moved + bias)}
         narrow, wide = batch * tokens * second, batch * tokens * third
-        weights, passes = second * third, 2 if training else 1
+        weights = second * third
         # forward moves x, y and 2 h (h: hidden); backward x, dy, dx, z (before the activation), 2 h and 3 dz
         moved = 3 * narrow + 6 * wide if training else 2 * narrow + 2 * wide
         return {"linears": Work(4 * passes * narrow * third, moved + 2 * passes * weights)}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from bias_support import FORMS, bias_inputs, formula, in_dtype, output_and_gradients
 from emulator.binding import Schedule
 from kernel_execution import DTYPES, INTERPRETED, KERNEL_ARCH
@@ -21,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast import ops
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
+from vit_fast.ops.attention import attend_as_torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
@@ -70,16 +72,24 @@ def test_every_form(size: str, forms: tuple[str, ...], dtype: torch.dtype) -> No
         assert not found["o"][:, :, 0].any() and not found["q"][:, :, 0].any() and not found["bias"][:, :, 0].any()
 
 
-def test_masks_of_torch_become_a_bias() -> None:
-    """A bias that torch's masks express by broadcasting: its gradient has the shape of the mask."""
-    made = bias_inputs((), (2, 2, 5, 6, 16), torch.float16)
-    mask = torch.randn(2, 1, 1, 6, device=DEVICE).half().requires_grad_()
-    do = torch.randn(2, 2, 5, 16, device=DEVICE).half()
-    expanded = made | {"bias": mask.expand(2, 1, 5, 6)}
-    o = ops.attention(**expanded, backend="triton")
-    (found,) = torch.autograd.grad(o, mask, do)
-    (exact,) = torch.autograd.grad(formula(**in_dtype(made, torch.float64), bias=mask.double()), mask, do.double())
-    torch.testing.assert_close(found, exact, rtol=0.02, atol=0.02)
+@pytest.mark.fast_cases("(2, 5, 1)-torch.float32", "(5, 6)-torch.bool")
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2, 5, 6), (2, 1, 1, 6), (2, 5, 1), (5, 6)], ids=str)
+def test_masks_of_torch_become_a_bias(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks of every shape that broadcasts. The gradient has the shape of the mask."""
+    monkeypatch.setattr(F, "scaled_dot_product_attention", None)  # the kernel must run
+    q, k, v = bias_inputs((), (2, 2, 5, 6, 16), torch.float16).values()
+    mask, do = torch.randn(shape, device=DEVICE), torch.randn(2, 2, 5, 16, device=DEVICE).half()
+    mask = mask > -0.5 if dtype == torch.bool else mask.to(dtype).requires_grad_()
+    bias = torch.zeros(mask.shape, device=DEVICE).masked_fill(~mask, -torch.inf) if dtype == torch.bool else mask
+    leaves = [q, k, v, *([mask] if mask.requires_grad else [])]
+    o = attend_as_torch("triton", q, k, v, mask)
+    exact = formula(q.double(), k.double(), v.double(), bias=bias.double())
+    torch.testing.assert_close(o.double(), exact, rtol=0.01, atol=0.01)
+    expected = torch.autograd.grad(exact, leaves, do.double())
+    torch.testing.assert_close(torch.autograd.grad(o, leaves, do), expected, rtol=0.02, atol=0.02)
 
 
 def test_a_block_with_every_term() -> None:

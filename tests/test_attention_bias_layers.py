@@ -126,6 +126,7 @@ def test_layers_of_timm(name: str, backend: str) -> None:
     narrow = x.requires_grad_()
     same = _run(layer, layer, narrow, do, mask)
     found = _run(lambda x, **kw: rebuilt(layer, x, **kw, backend=backend), layer, narrow, do, mask)
+    assert found.keys() == expected.keys()
     for name, value in found.items():
         factor = FORWARD_FACTOR if name == "y" else GRADIENT_FACTOR
         assert_as_exact_as_eager(name, value, same[name], expected[name], factor)

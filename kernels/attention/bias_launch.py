@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -106,8 +107,8 @@ def _tiling(call: _Scores, area: int, per_rows: bool, per_keys: bool, shares: bo
 
 
 def _launch(
-    kernel: Any, call: _Scores, tiling: _Tiling, tensors: dict[str, Tensor], args: dict[str, Any], matmuls: int,
-    warps: int = 4, maxnreg: int | None = None, **constants: Any,
+    kernel: Any, call: _Scores, tiling: _Tiling, tensors: Mapping[str, Tensor | None], args: dict[str, Any],
+    matmuls: int, warps: int = 4, maxnreg: int | None = None, **constants: Any,
 ) -> Launch:  # fmt: skip
     """Returns the launch of a kernel with the `tensors` [B, H, N, D] and `matmuls` matmuls as large as q k^T."""
     t, terms, key_mask, (n_batch, heads, n_q, n_kv) = tiling, call.terms, call.key_mask, call.sizes
@@ -131,7 +132,8 @@ def _launch(
         ),
     }  # fmt: skip
     # the rows of a window may lie anywhere in an image
-    strides, form = addressing([*tensors.values()], rows=max(tensor.shape[2] for tensor in tensors.values()))
+    given = [tensor for tensor in tensors.values() if tensor is not None]
+    strides, form = addressing(given, rows=max(tensor.shape[2] for tensor in given))
     constants |= {"FORM": form, "TILE": (t.rows, t.keys, _STAGES, align, 0 if terms.rel_w is None else call.pieces)}
     # a warp per 16 rows, e.g. wgmma needs four warps for 64 rows; more warps where kernels would spill
     tf32, kind = call.q.dtype.itemsize == 4, generation(gpu_of(call.q.device).arch)
@@ -167,11 +169,11 @@ def bias_backward(
     call = _Scores(*call)
     bias_grad &= call.terms.bias is not None
     terms, lse, area = call.terms, call.lse, call.area(backward=True)
-    delta, dscale = torch.empty_like(lse), None if terms.scale is None else torch.empty_like(lse)
-    gradients: dict[str, Tensor] = {}
-    inputs = {"q": call.q, "k": call.k, "v": call.v}
-    rows = {"delta_ptr": delta, "dscale_ptr": dscale}
     whole = call.one_tile(area)
+    delta, dscale = None if whole else torch.empty_like(lse), None if terms.scale is None else torch.empty_like(lse)
+    gradients: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor | None] = {"q": call.q, "k": call.k, "v": call.v}
+    rows = {"delta_ptr": delta, "dscale_ptr": dscale}
     if not whole:
         drel_h = drel_w = None
         if terms.rel_h is not None:
@@ -187,7 +189,8 @@ def bias_backward(
         limit = 255 if call.q.dtype.itemsize == 4 else None  # without it, ptxas uses 168 registers for tf32, and spills
         _launch(_attention_bias_bwd_dkdv_kernel, call, tiling, tensors, {"delta_ptr": delta}, 4, maxnreg=limit).run()
     if whole or bias_grad:
-        tensors, tiling = {**inputs, "do": do, "dq": dq, "dk": dk, "dv": dv}, _tiling(call, area, True, True, True)
+        outputs = {"dq": dq, "dk": dk, "dv": dv} if whole else dict.fromkeys(("dq", "dk", "dv"))
+        tensors, tiling = {**inputs, "do": do, **outputs}, _tiling(call, area, True, True, True)
         parts = lse.new_empty((tiling.chunks, *call.sizes[1:])) if bias_grad else None
         args = rows | {"parts_ptr": parts}
         _launch(_attention_bias_bwd_tile_kernel, call, tiling, tensors, args, 5 if whole else 2, 8, WHOLE=whole).run()

@@ -35,7 +35,8 @@ def attention(
     """Computes softmax attention, softmax(scale * q k^T + bias) v, without a causal mask.
 
     The value -inf in `bias` or `window_mask` masks a key; for triton, also finite values below -2.3e38. The output and
-    the gradients of a query without keys are 0.
+    the gradients of a query without keys are 0. Mask all keys of a query by -inf only: if all its scores are finite,
+    but below about -1e5, the gradients of triton and of torch's flash attention are inaccurate.
 
     Args:
         q: Queries [B, H, N_q, D]: batch, heads, tokens, head_dim; fp32, fp16, bf16 or fp64.
@@ -47,7 +48,7 @@ def attention(
         bias: [H or 1, N_q, N_kv] or [B or 1, H or 1, N_q, N_kv], in fp32 or q's dtype; added to the scores.
         window_mask: [W, N_q, N_kv] without a gradient, in fp32 or q's dtype. Batch element b adds row b % W, as in the
             shifted windows of Swin.
-        rel: Pair (rel_h [B, H, N_q, Kh], rel_w [B, H, N_q, Kw]) in q's dtype, for keys on a grid with
+        rel: Pair (rel_h [B, H, N_q, Kh], rel_w [B, H, N_q, Kw]) in fp32 or q's dtype, for keys on a grid with
             N_kv = Kh * Kw. Adds rel_h[..., m // Kw] + rel_w[..., m % Kw] to the score of key m, as in SAM and MViTv2.
             Or tables (Rh [h, Kh, D], Rw [w, Kw, D]) for queries on a grid with N_q = h * w: the values for query n are
             then Rh[n // w] q and Rw[n % w] q.

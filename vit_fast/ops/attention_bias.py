@@ -18,15 +18,13 @@ def score_terms(
     """Groups the arguments of `attention`; returns None if `scale` is not a tensor and the others are absent."""
     if bias is None and window_mask is None and rel is None and not isinstance(scale, Tensor):
         return None  # the usual call, without the host time of the checks below
-    given: dict[str, Any] = {"bias": bias, "window_mask": window_mask}
+    per_head = scale if isinstance(scale, Tensor) else None
+    given: dict[str, Any] = {"bias": bias, "window_mask": window_mask, "scale": per_head}
+    given = {name: tensor for name, tensor in given.items() if tensor is not None}
     if rel is not None:
         if not isinstance(rel, tuple | list) or len(rel) != 2:
             raise ValueError(f"rel must be a pair of tensors (rel_h, rel_w), got {type(rel).__name__}")
-        check_tensors(rel_h=rel[0], rel_w=rel[1])
         given |= {"rel_h": rel[0], "rel_w": rel[1]}
-    if isinstance(scale, Tensor):
-        given["scale"] = scale
-    given = {name: tensor for name, tensor in given.items() if tensor is not None}
     check_tensors(**given)
     return ScoreTerms(**given)
 
