@@ -182,3 +182,6 @@ def test_estimated_device_time_of_attention_with_a_bias() -> None:
     text, training = device_time_text(report), report["training"]
     assert ESTIMATED in text and all(row["kernel"] in text for row in training["launches"] + training["torch"])
     assert training["launches"][1]["MB"] > 1.7 * tokens  # reads q, k, v, do, and writes dq, dk, dv
+    report = run_compiler("-m", "vit_fast.cli", "kernels", "--model", "attention:65x1x16:bias", "--json")
+    *_, of_bias = report["training"]["launches"]
+    assert of_bias["MB"] < 1.5 * 256 * 65 * 16 * 2 * 4 / 1e6  # reads q, k, v, do, and writes only the bias gradient
