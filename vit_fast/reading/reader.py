@@ -146,11 +146,12 @@ def _proved(
     allowed: tuple[int | None, ...],
 ) -> Recipe:  # fmt: skip
     prove(copied, call, reading, probe)
-    other = tuple(size + 3 * (fixed is None) for size, fixed in zip(probe, allowed))
+    step = 1 if probe == shape else 3  # the example may have many tokens
+    other = tuple(size + step * (fixed is None) for size, fixed in zip(probe, allowed))
     if any(allowed[:-1]):  # the others may have another size
         prove(copied, call, reading, other)
     prove(copied, call, reading, other, magnitude=1e3)  # e.g. for a clamp, or a branch on len()
-    free = [i for i, fixed in enumerate(allowed) if fixed is None and not margin(call.ties, i)]
+    free = [i for i, fixed in enumerate(allowed) if fixed is None and probe[i] > 1 and not margin(call.ties, i)]
     for i in free:  # symbolic sizes are never 1
         try:
             prove(copied, call, reading, (*probe[:i], 1, *probe[i + 1 :]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -169,6 +171,7 @@ def recorded(model: nn.Module, example: Any, found: Found) -> dict[nn.Module, Re
         kwargs = example
     else:
         args = example if isinstance(example, tuple) else (example,)
+    _load_dynamo()
     recorder, modes = _Recorder(model, found), [(part, part.training) for part in model.modules()]
     with ExitStack() as undo:
         for part, mode in modes:
@@ -187,6 +190,17 @@ def recorded(model: nn.Module, example: Any, found: Found) -> dict[nn.Module, Re
         ):
             model(*args, **kwargs)
     return recorder.records
+
+
+def _load_dynamo() -> None:
+    """Loads torch._dynamo, which torch's modes and captures use: outside of a mode and without gc, in half the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        importlib.import_module("torch._dynamo")
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def examples_of(model: nn.Module) -> Iterator[Any]:
