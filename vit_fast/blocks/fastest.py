@@ -15,10 +15,12 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..files import cache_folder, file_aside
 from ..ops.registration import in_transform
@@ -26,13 +28,15 @@ from ..version import __version__, cpu_model
 
 Layers = Mapping[str, Sequence[str]]  # names of implementations per layer; the first is the default
 Timed = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # wraps the function of a layer, to measure its calls
+Times = dict[int, list[float]]  # by number of images: the shortest durations in even and in odd rounds
 Build = Callable[[Mapping[str, str], Timed], Callable[[], object]]
 
-MARGIN = 1.05  # the default is selected unless another implementation is faster by this factor
-NOISE = 1.25  # factor between the best even and odd rounds, above which a result is not stored in the file
+IMAGES = (1, 4)  # on an AMD EPYC (Zen 3), oneDNN is often faster than MKL for one image, and slower for four and more
+MARGIN = 1.02  # an implementation must be faster than the default by this factor, and for no input slower by it
+NOISE = 1.1  # factor between the best even and odd rounds, above which a result is not stored in the file
 MIN_ROUNDS, MAX_ROUNDS = 4, 16
 SECONDS = 0.1  # target for all rounds
-MAX_SECONDS = 3.0  # limit, which only a busy machine or a very large layer reaches
+MAX_SECONDS = 3.0  # limit after two rounds, which only a busy machine or a large layer reaches
 SETTINGS = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_", "GOMP_")  # prefixes of environment variables
 
 _LOCK = threading.Lock()
@@ -42,14 +46,16 @@ def fastest(layers: Layers, build: Build) -> dict[str, str]:
     """Returns the fastest implementation of each layer, from the cache or by a measurement.
 
     Args:
-        layers: The keys describe operator, dtype and sizes of each layer.
-        build: Returns a function that runs all layers once. Gets the implementation of each layer, and `Timed`.
+        layers: The keys describe operator, dtype and sizes of each layer. The default runs the layer as before
+            `freeze`. Another implementation is selected only if it is not slower for any of the measured inputs.
+        build: Returns a function that runs all layers once per number of images, the length of their first argument.
+            Gets the implementation of each layer, and `Timed`.
     """
     selected = {layer: names[0] for layer, names in layers.items()}
     if is_traced():
         return selected
     with _LOCK:
-        machine = json.dumps(describe_cpu())
+        machine = json.dumps(describe_cpu() | {"images": IMAGES})
         known = _known(machine)
         missing = {layer: names for layer, names in layers.items() if len(names) > 1 and known.get(layer) not in names}
         if missing:
@@ -61,6 +67,13 @@ def fastest(layers: Layers, build: Build) -> dict[str, str]:
         return selected | {layer: known[layer] for layer, names in layers.items() if len(names) > 1}
 
 
+def on_images(shape: tuple[int, ...], dtype: torch.dtype, run: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+    """Returns a function that calls `run` on random tensors [images, *shape] for each number of images."""
+    x = torch.randn(max(IMAGES), *shape, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32)
+    x = x.to(dtype)
+    return lambda: [run(x[:images]) for images in IMAGES]
+
+
 def is_traced() -> bool:
     """True under a tracer, a transform or a dispatch mode such as FakeTensor, which do not support packed weights."""
     tracing = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
@@ -69,17 +82,17 @@ def is_traced() -> bool:
 
 def _measure(layers: Layers, build: Build) -> dict[str, str]:
     """Returns the fastest implementations, without layers whose measurement was disturbed too much."""
-    # the shortest durations in even and in odd rounds
-    taken = {layer: {name: [math.inf, math.inf] for name in names} for layer, names in layers.items()}
+    taken: dict[str, dict[str, Times]] = {layer: {name: {} for name in names} for layer, names in layers.items()}
     found: dict[str, str] = {}
     number = 0
 
-    def timed(best: Mapping[str, list[float]], layer: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(best: Mapping[str, Times], layer: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             start = perf_counter()
             output = call(*args)
             if number:  # the first round may allocate, compile and start threads
-                best[layer][number % 2] = min(best[layer][number % 2], perf_counter() - start)
+                pair = best[layer].setdefault(len(args[0]), [math.inf, math.inf])
+                pair[number % 2] = min(pair[number % 2], perf_counter() - start)
             return output
 
         return run
@@ -94,20 +107,23 @@ def _measure(layers: Layers, build: Build) -> dict[str, str]:
         for index in range(len(runs)):
             runs[(index + number) % len(runs)]()
         elapsed = perf_counter() - began
-        if number >= MIN_ROUNDS:
+        late = number > 1 and elapsed > MAX_SECONDS
+        if late or number >= MIN_ROUNDS:
             found = {layer: _choose(times) for layer, times in taken.items() if _is_quiet(times)}
-        if elapsed > MAX_SECONDS or (len(found) == len(layers) and elapsed > SECONDS):
+        if late or (len(found) == len(layers) and elapsed > SECONDS):
             break
     return found
 
 
-def _is_quiet(times: Mapping[str, Sequence[float]]) -> bool:
-    return all(max(pair) <= NOISE * min(pair) for pair in times.values())
+def _is_quiet(times: Mapping[str, Times]) -> bool:
+    return all(max(pair) <= NOISE * min(pair) for by_images in times.values() for pair in by_images.values())
 
 
-def _choose(times: Mapping[str, Sequence[float]]) -> str:
-    default, name = next(iter(times)), min(times, key=lambda name: min(times[name]))
-    return name if min(times[default]) > MARGIN * min(times[name]) else default
+def _choose(times: Mapping[str, Times]) -> str:
+    default, before = next(iter(times.items()))
+    relative = {name: [min(pair) / min(before[n]) for n, pair in now.items()] for name, now in times.items()}
+    name = min((each for each in times if max(relative[each]) <= MARGIN), key=lambda each: fmean(relative[each]))
+    return name if MARGIN * fmean(relative[name]) <= 1 else default
 
 
 def describe_cpu() -> dict[str, Any]:

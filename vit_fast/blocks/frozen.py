@@ -104,8 +104,7 @@ class Frozen:
             if now is held:
                 if held is None:
                     continue
-                counts = -1 if held.is_inference() else held._version
-                if counts == version and held.data_ptr() == address:
+                if (version < 0 or held._version == version) and held.data_ptr() == address:
                     continue
             self.refresh()
             return

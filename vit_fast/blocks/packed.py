@@ -26,7 +26,7 @@ from ..ops.attention_bias import additive_mask, by_groups, with_rel
 from ..ops.descriptions import Keys, Norm, Rope, ScoreTerms
 from ..ops.packed_linear import PackedLinear, can_pack, implementations
 from ..ops.registration import needs_gradient
-from .fastest import Timed, fastest, is_traced
+from .fastest import Timed, fastest, is_traced, on_images
 from .frozen import Frozen
 from .parts import AttentionParts, BlockParts, MlpParts, sources, tensor_of
 
@@ -94,7 +94,8 @@ def run_packed(
         width = max(step.width for step in steps)
         most = max(GROUP_BYTES, THREAD_BYTES * torch.get_num_threads())
         images = max(1, most // (x.shape[1] * width * x.element_size()))
-        parts = x.split(math.ceil(len(x) / math.ceil(len(x) / images)))
+        if len(x) > images:
+            parts = x.split(math.ceil(len(x) / math.ceil(len(x) / images)))
     for left, step in zip(reversed(range(len(steps))), steps):
         parts = tuple(_run_block(part, step, rope, keys, None if left else outputs) for part in parts)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -190,10 +191,10 @@ def _select_for_terms(steps: dict[str, Any], dtype: torch.dtype, channels: int) 
     shapes = [None if tensor is None else tuple(tensor.shape) for tensor in terms]
     key = f"attention, {dtype}, {tokens} tokens, {steps['heads']} heads, {channels} channels, terms {shapes}"
     names = ["flash", "matmul", *(["graph"] if dtype != torch.float16 and terms.scale is None else [])]
-    qkv = torch.randn(1, tokens, 3, steps["heads"], channels, generator=torch.Generator().manual_seed(0), device="cpu")
 
     def build(by: Mapping[str, str], timed: Timed) -> Callable[[], object]:
-        return functools.partial(timed(key, functools.partial(_attend_terms, by[key], terms)), qkv.to(dtype), None)
+        attend = timed(key, functools.partial(_attend_terms, by[key], terms))
+        return on_images((tokens, 3, steps["heads"], channels), dtype, lambda qkv: attend(qkv, None))
 
     return fastest({key: names}, build)[key]
 
@@ -215,16 +216,16 @@ def _select(linears: dict[str, tuple[Any, ...]], steps: dict[str, Any], dtype: t
         layers: dict[str, Any] = {"terms": None, "scale": None}  # terms depend on the tokens
         if heads:
             layers["attend"] = timed(keys["attend"], functools.partial(_attend, {tokens: by[keys["attend"]]}))
-        shape = (1, tokens, inputs) if tokens == TOKENS[0] else (1, tokens, 3, heads, width // heads)
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32).to(dtype)
         if tokens != TOKENS[0]:
-            return functools.partial(layers["attend"], x, None, None)
+            attend = layers["attend"]
+            return on_images((tokens, 3, heads, width // heads), dtype, lambda qkv: attend(qkv, None, None))
         for name, tensors in linears.items():
             layers[name] = timed(keys[name], PackedLinear(*tensors, implementation=by[keys[name]]))
-        return functools.partial(_run_block, x, SimpleNamespace(**steps | layers), None, None, None)
+        step = SimpleNamespace(**steps | layers)
+        return on_images((tokens, inputs), dtype, lambda x: _run_block(x, step, None, None, None))
 
     selected: dict[str, str] = {}
-    attends = ["flash"] if dtype == torch.float16 or steps["terms"] is not None else ["graph", "flash"]
+    attends = ["flash"] if dtype == torch.float16 or steps["terms"] is not None else ["flash", "graph"]
     for tokens in TOKENS if heads else TOKENS[:1]:
         measured = names if tokens == TOKENS[0] else {}
         if heads:

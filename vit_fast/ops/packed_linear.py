@@ -29,12 +29,12 @@ _ONE_PIXEL = ([0, 0], [1, 1], [1, 1], 1)  # padding, stride, dilation and groups
 
 
 def implementations(dtype: torch.dtype) -> list[str]:
-    """Returns the implementations of a linear layer; the first is the default.
+    """Returns the implementations of a linear layer; the first is the default, and runs as before `freeze`.
 
     "onednn-epilogue" fuses activation and residual into the matmul; all others compute them afterwards, in place.
     "conv" is oneDNN's convolution with a kernel of one pixel, whose pixels are the tokens.
     """
-    return ["onednn-epilogue", "onednn", "aten"] + (["mkl", "conv"] if dtype == torch.float32 else [])
+    return ["aten", "onednn-epilogue", "onednn"] + (["mkl", "conv"] if dtype == torch.float32 else [])
 
 
 class PackedLinear:

@@ -21,14 +21,14 @@ from ..ops.attention import attend_as_torch
 from ..ops.registration import matmul_dtype, needs_gradient
 from .arguments import Ties, bound, fits
 from .calls import Call, Kind, attributes_of, drop_slots, state_of, structure_of
-from .matcher import Reading
+from .matcher import Reading, WithLayout
 from .proof import Dtypes, slots_of
 
 SDPA = torch._C._nn.scaled_dot_product_attention  # torch.nn.functional's, which other libraries may replace
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(WithLayout):
     """A proved reading with paths instead of modules, valid for all modules of equal structure."""
 
     attention: Node
@@ -157,19 +157,18 @@ class ReadModule(Created, FusedNormMlp):
             if frozen or (matmul_dtype(x) == torch.float16 and self.vit_fast_backend == "sdpa"):
                 return super().forward(*args, **kwargs)
             parts = replace(parts, attention=attention)
-        reading = Reading(attention, mlp, recipe.layout)
-        y, backend = reading.batched(x), self.vit_fast_backend
+        y, backend = recipe.batched(x), self.vit_fast_backend
         if backend == "sdpa" and (packed := packed_for(parts, y)) is not None:
             y = run_packed([packed], y, rope, None, terms=None if terms is None else terms.now(x.device))
         elif attention is not None and parts.is_pre_norm:
             y = self.run_as_block(parts, y, functools.partial(run_attention, attention, backend=backend), rope=rope)
         else:
             y = run_halves(attention, mlp, y, backend)
-        return recipe.call.returned(reading.restored(y, x), *tensors)
+        return recipe.call.returned(recipe.restored(y, x), *tensors)
 
     def _is_captured(self, x: Tensor, *others: Tensor) -> bool:
         recipe = self.vit_fast_recipe
-        if x.dim() != len(recipe.shape) or (x.dtype, *(each.dtype for each in others)) not in recipe.dtypes:
+        if x.dim() != len(recipe.shape) or (x.dtype, *[each.dtype for each in others]) not in recipe.dtypes:
             return False
         if others and not any(fits(ties, x.shape, others) for ties in recipe.ties):
             return False
