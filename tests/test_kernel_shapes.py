@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,18 +166,26 @@ def test_the_fastest_correct_configuration_is_chosen(monkeypatch: pytest.MonkeyP
     assert attention_tuning.fastest(replace(task, launch=launch_wrong), measure)[0] == task.by_rule
 
 
-def test_the_policy_uses_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+OLD = {"scheme": "row", "block_m": 64, "block_n": 128}  # a field that no longer exists
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "{", "[]", json.dumps({"note": "", "architectures": {}}), json.dumps({"any/forward": OLD})]
+)
+def test_the_policy_uses_the_table(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of another version, or a damaged one, is ignored with a warning, and then written again."""
     path = tmp_path / "table.json"
-    path.write_text(json.dumps({"note": "", "architectures": {}}))
-    task = next(attention_tuning.tasks(*SHAPE, device=DEVICE))
-    attention_tuning.write_entry(path, task.problem, "forward", FAST)
+    path.write_text(content)
     monkeypatch.setattr(attention_policy, "TABLE_PATH", path)
-    attention_policy._table.cache_clear()
-    try:
-        found = attention_policy.forward_config(task.problem)
-        assert replace(found, dependent=False) == FAST
-    finally:
-        attention_policy._table.cache_clear()
+    task = next(attention_tuning.tasks(*SHAPE, device=DEVICE))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attention_policy.tuned_table.cache_clear()
+        assert attention_policy.forward_config(task.problem) == task.by_rule
+    messages = [str(each.message) for each in caught]
+    assert len(messages) == (content != "{}") and all("run vit-fast kernels --tune again" in each for each in messages)
+    attention_tuning.write_entry(path, task.problem, "forward", FAST)
+    assert replace(attention_policy.forward_config(task.problem), dependent=False) == FAST
 
 
 @pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")

@@ -49,40 +49,40 @@ def _dq_step(pair, start, n_kv, shared, dq, KEYS: tl.constexpr, MASKED: tl.const
     Like `_dkdv_step`, a step of `over_tiles` (attention_tiles.py).
     """
     k, v = pair
-    qt, dot, lse, delta, mask, qk_scale = shared
+    q_tile, do_tile, lse, delta, mask, qk_scale = shared
     PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
-    kt = load_tile(k, start, n_kv, KEYS, FORM, MASKED)
-    vt = load_tile(v, start, n_kv, KEYS, FORM, MASKED)
-    scores = dot_transposed(qt, kt, PRECISION)  # [BLOCK_M, KEYS]
+    k_tile = load_tile(k, start, n_kv, KEYS, FORM, MASKED)
+    v_tile = load_tile(v, start, n_kv, KEYS, FORM, MASKED)
+    scores = dot_transposed(q_tile, k_tile, PRECISION)  # [BLOCK_M, KEYS]
     p = tl.math.exp2(scores * qk_scale - lse[:, None])
     if MASKED or mask[0] is not None:
         # lse includes neither masked keys nor keys past the end: for such keys, exp2 may overflow, but p must be 0
         p = tl.where(real_keys(mask, start, n_kv, KEYS)[None, :], p, 0.0)
-    dp = dot_transposed(dot, vt, PRECISION)
-    return dot_add(p * (dp - delta[:, None]), kt, dq, PRECISION)
+    dp = dot_transposed(do_tile, v_tile, PRECISION)
+    return dot_add(p * (dp - delta[:, None]), k_tile, dq, PRECISION)
 
 
 @triton.jit
 def query_tile(q, do, o, lse_ptr, delta_ptr, row, start, n_q, ROWS: tl.constexpr, FORM):
     """Returns q, do, lse and delta of a query tile; stores delta. `row`: index of query 0 of the head in lse."""
     do_early = load_tile(do, start, n_q, ROWS, FORM, True)
-    ot = load_tile(o, start, n_q, ROWS, FORM, True)
-    delta = row_dot(do_early, ot)
+    o_tile = load_tile(o, start, n_q, ROWS, FORM, True)
+    delta = row_dot(do_early, o_tile)
     rows = start + tl.arange(0, ROWS)
     row += rows
     tl.store(delta_ptr + row, delta, mask=rows < n_q)
     # reload do and delta after a barrier: otherwise, do would stay in registers in the reduction's layout, and spill
     tl.debug_barrier()
     delta = tl.load(delta_ptr + row, mask=rows < n_q, other=0.0)
-    qt = load_tile(q, start, n_q, ROWS, FORM, True)
-    dot = load_tile(do, start, n_q, ROWS, FORM, True)
+    q_tile = load_tile(q, start, n_q, ROWS, FORM, True)
+    do_tile = load_tile(do, start, n_q, ROWS, FORM, True)
     lse = tl.load(lse_ptr + row, mask=rows < n_q, other=float("inf"))
-    return qt, dot, lse, delta
+    return q_tile, do_tile, lse, delta
 
 
 @triton.jit
 def _attention_bwd_dq_kernel(
-    # blocks LO and HI of tiles (attention_tiles.py); k_a: k for full tiles; k_b: k for the remaining keys
+    # strides to LOOP, and blocks LO and HI of tiles: see attention_tiles.py; k_a: k for full tiles; k_b: for the rest
     q_lo, q_hi, do_lo, do_hi, o_lo, o_hi, dq_lo, dq_hi, k_a_lo, k_a_hi, k_b_lo, k_b_hi, v_a_lo, v_a_hi, v_b_lo, v_b_hi,
     strides,  # of q, do, o, dq, k and v
     sizes, limits,
@@ -91,7 +91,7 @@ def _attention_bwd_dq_kernel(
     qk_scale, scale, FORM, LOOP,
 ):  # fmt: skip
     BLOCK_M: tl.constexpr = LOOP[0]
-    FIXED: tl.constexpr = limits[0] is None and limits[2] is None
+    FIXED: tl.constexpr = limits[0] is None and limits[2] is None  # neither `sequences` nor `key_mask`
     n_heads, n_q, n_kv = decoded(sizes[0]), decoded(sizes[1]), decoded(sizes[2])
     b, h, bh, start, begin, end, kv_end = rows_of_program(limits, n_heads, n_q, n_kv, BLOCK_M)
     q_strides, do_strides, o_strides, dq_strides, k_strides, v_strides = strides
@@ -108,9 +108,11 @@ def _attention_bwd_dq_kernel(
         if mask[0] is not None:
             kv_end = last_unmasked(mask, n_kv)
 
-    qt, dot, lse, delta = query_tile(q, do, o, lse_ptr, delta_ptr, bh.to(tl.int64) * n_q, start, end, BLOCK_M, FORM)
+    q_tile, do_tile, lse, delta = query_tile(
+        q, do, o, lse_ptr, delta_ptr, bh.to(tl.int64) * n_q, start, end, BLOCK_M, FORM
+    )
     acc = over_tiles(
-        _dq_step, full, (tail,), (qt, dot, lse, delta, mask, qk_scale), zero_tile(BLOCK_M, FORM),
+        _dq_step, full, (tail,), (q_tile, do_tile, lse, delta, mask, qk_scale), zero_tile(BLOCK_M, FORM),
         begin, kv_end, FIXED, FORM, LOOP,
     )  # fmt: skip
     store_tile(dq, scaled(acc, scale), start, end, BLOCK_M, FORM)
@@ -122,11 +124,11 @@ def _dkdv_step(
 ):
     """Adds the contribution of queries start .. start + QUERIES to dv and dk (before scaling) of a key tile."""
     q, do = pair
-    kt, vt, lse_ptr, delta_ptr, row, qk_scale = shared
+    k_tile, v_tile, lse_ptr, delta_ptr, row, qk_scale = shared
     dk, dv = gradients
     PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
-    qt = load_tile(q, start, n_q, QUERIES, FORM, MASKED)
-    dot = load_tile(do, start, n_q, QUERIES, FORM, MASKED)
+    q_tile = load_tile(q, start, n_q, QUERIES, FORM, MASKED)
+    do_tile = load_tile(do, start, n_q, QUERIES, FORM, MASKED)
     rows = start + tl.arange(0, QUERIES)
     if MASKED:
         lse = tl.load(lse_ptr + row + rows, mask=rows < n_q, other=float("inf"))
@@ -134,16 +136,16 @@ def _dkdv_step(
     else:
         lse = tl.load(lse_ptr + row + rows)
         delta = tl.load(delta_ptr + row + rows)
-    scores = dot_transposed(kt, qt, PRECISION)  # k q^T, [BLOCK_N, QUERIES]
+    scores = dot_transposed(k_tile, q_tile, PRECISION)  # k q^T, [BLOCK_N, QUERIES]
     p = tl.math.exp2(scores * qk_scale - lse[None, :])
-    dv = dot_add(p, dot, dv, PRECISION)
-    dp = dot_transposed(vt, dot, PRECISION)
-    return dot_add(p * (dp - delta[None, :]), qt, dk, PRECISION), dv
+    dv = dot_add(p, do_tile, dv, PRECISION)
+    dp = dot_transposed(v_tile, do_tile, PRECISION)
+    return dot_add(p * (dp - delta[None, :]), q_tile, dk, PRECISION), dv
 
 
 @triton.jit
 def _attention_bwd_dkdv_kernel(
-    # blocks LO and HI of tiles (attention_tiles.py); q_a: q for full tiles; q_b: q for the remaining queries
+    # strides to LOOP, and blocks LO and HI of tiles: see attention_tiles.py; q_a: q for full tiles; q_b: for the rest
     k_lo, k_hi, v_lo, v_hi, dk_lo, dk_hi, dv_lo, dv_hi,
     q_a_lo, q_a_hi, q_b_lo, q_b_hi, do_a_lo, do_a_hi, do_b_lo, do_b_hi,
     strides,  # of k, v, dk, dv, q and do
@@ -153,7 +155,7 @@ def _attention_bwd_dkdv_kernel(
     qk_scale, scale, FORM, LOOP,
 ):  # fmt: skip
     BLOCK_N: tl.constexpr = LOOP[0]
-    FIXED: tl.constexpr = limits[0] is None and limits[2] is None
+    FIXED: tl.constexpr = limits[0] is None and limits[2] is None  # neither `sequences` nor `key_mask`
     n_heads, n_q, n_kv = decoded(sizes[0]), decoded(sizes[1]), decoded(sizes[2])
     b, h, bh, start, begin, end, q_end = rows_of_program(limits, n_heads, n_kv, n_q, BLOCK_N)
     k_strides, v_strides, dk_strides, dv_strides, q_strides, do_strides = strides
@@ -171,19 +173,19 @@ def _attention_bwd_dkdv_kernel(
             here = real_keys(mask, start, end, BLOCK_N)
             q_end = tl.where(tl.sum(here.to(tl.int32), 0) > 0, q_end, begin)
 
-    kt = load_tile(k, start, end, BLOCK_N, FORM, True)
-    vt = load_tile(v, start, end, BLOCK_N, FORM, True)
-    dkt, dvt = over_tiles(
-        _dkdv_step, full, (tail,), (kt, vt, lse_ptr, delta_ptr, bh.to(tl.int64) * n_q, qk_scale),
+    k_tile = load_tile(k, start, end, BLOCK_N, FORM, True)
+    v_tile = load_tile(v, start, end, BLOCK_N, FORM, True)
+    dk_tile, dv_tile = over_tiles(
+        _dkdv_step, full, (tail,), (k_tile, v_tile, lse_ptr, delta_ptr, bh.to(tl.int64) * n_q, qk_scale),
         (zero_tile(BLOCK_N, FORM), zero_tile(BLOCK_N, FORM)), begin, q_end, FIXED, FORM, LOOP,
     )  # fmt: skip
     if mask[0] is not None:
         # the loop also accumulated gradients of masked keys; these gradients must be 0
         here = real_keys(mask, start, end, BLOCK_N)[:, None]
-        dkt = chosen(dkt, here)
-        dvt = chosen(dvt, here)
-    store_tile(dk, scaled(dkt, scale), start, end, BLOCK_N, FORM)
-    store_tile(dv, dvt, start, end, BLOCK_N, FORM)
+        dk_tile = chosen(dk_tile, here)
+        dv_tile = chosen(dv_tile, here)
+    store_tile(dk, scaled(dk_tile, scale), start, end, BLOCK_N, FORM)
+    store_tile(dv, dv_tile, start, end, BLOCK_N, FORM)
 
 
 def backward_launches(

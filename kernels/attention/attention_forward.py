@@ -1,9 +1,9 @@
 """Attention forward: o = softmax(scale * q k^T) v for every head, without a causal mask, accumulated in fp32.
 
 Two kernels:
-- row: all keys of a head, at most 256, stay on chip in up to three power-of-two chunks, e.g. 197 <= 128 + 64 + 16.
-  A program loads K and V once for TILES query tiles. It computes all scores of a query tile before the softmax, so
-  it never rescales the output.
+- row: whole rows of scores. All keys of a head, at most 256, stay on chip in up to three power-of-two chunks, e.g.
+  197 <= 128 + 64 + 16. A program loads K and V once for TILES query tiles. It computes all scores of a query tile
+  before the softmax, so it never rescales the output.
 - looped: a loop over tiles of BLOCK_N keys with an online softmax.
 
 For fixed inputs (no packed sequences, no key mask), full tiles of the looped kernel need no mask. At most two more
@@ -45,11 +45,43 @@ LENGTH_CLASS = tl.constexpr(8)
 
 
 @triton.jit
+def empty_state(ROWS: tl.constexpr, FORM):
+    """Returns the state of a query tile before its first keys.
+
+    A state is the maximum and the sum of the weights in base 2, [ROWS] each, and the output before the division.
+    """
+    return tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), zero_tile(ROWS, FORM)
+
+
+@triton.jit
+def online_softmax(scores, factor, v_tile, state, EMPTY: tl.constexpr, FIRST: tl.constexpr):
+    """Adds a tile of scores, times `factor` in base 2, and its values to the state of a query tile.
+
+    EMPTY: all keys so far may be masked. The maximum is then -inf; `shift` is 0 to avoid -inf - -inf. FIRST: `state` is
+    from `empty_state`.
+    """
+    row_max, total, acc = state
+    new_max = tl.max(scores, 1) * factor
+    if not FIRST:
+        new_max = tl.maximum(row_max, new_max)
+    shift = new_max
+    if EMPTY:
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.math.exp2(scores * factor - shift[:, None])
+    if FIRST:
+        total = tl.sum(p, 1)
+    else:
+        rescale = tl.math.exp2(row_max - shift)
+        total = total * rescale + tl.sum(p, 1)
+        acc = scaled(acc, rescale[:, None])
+    return new_max, total, dot_add(p, v_tile, acc)
+
+
+@triton.jit
 def store_state(o, lse_ptr, state, o_scale_ptr, row, start, n_q, EMPTY: tl.constexpr, ROWS: tl.constexpr, FORM):
     """Stores lse, and o = acc / total [* o_scale], of a query tile. `row`: index of query 0 of the head in lse.
 
-    state: maximum and sum of the weights in base 2, and the output before the division. EMPTY: some queries may have no
-    keys.
+    EMPTY: some queries may have no keys.
     """
     row_max, total, acc = state
     lse = row_max + tl.math.log2(total)
@@ -83,7 +115,7 @@ def _load_chunks(blocks, head, n_kv, COUNT: tl.constexpr, CHUNKS, STARTS, MASKED
 
 @triton.jit
 def _attention_fwd_row_kernel(
-    # blocks LO and HI of tiles (attention_tiles.py); k_a, k_b, k_c: of the chunks of k
+    # FORM, strides, sizes, and blocks LO and HI of tiles: see attention_tiles.py; k_a, k_b, k_c: of the chunks of k
     q_lo, q_hi, o_lo, o_hi, k_a_lo, k_a_hi, k_b_lo, k_b_hi, k_c_lo, k_c_hi,
     v_a_lo, v_a_hi, v_b_lo, v_b_hi, v_c_lo, v_c_hi,
     strides,  # of q, o, k and v
@@ -101,7 +133,7 @@ def _attention_fwd_row_kernel(
     CHUNKS: tl.constexpr = (ROW[2], ROW[3], ROW[4])
     STARTS: tl.constexpr = (0, ROW[2], ROW[2] + ROW[3])
     COUNT: tl.constexpr = 1 + (ROW[3] > 0) + (ROW[4] > 0)
-    SURE: tl.constexpr = ROW[5]
+    SURE: tl.constexpr = ROW[5]  # n_kv is SURE + 1 .. SURE + LENGTH_CLASS
     MASKED: tl.constexpr = ROW[6]  # the last chunk extends past the last key
     STAGES: tl.constexpr = ROW[7]
     n_heads, n_q, n_kv = decoded(sizes[0]), decoded(sizes[1]), decoded(sizes[2])
@@ -120,12 +152,12 @@ def _attention_fwd_row_kernel(
 
     for tile in tl.range(0, TILES, num_stages=STAGES):
         start = (group * TILES + tile) * BLOCK_M
-        qt = load_tile(q, start, n_q, BLOCK_M, FORM, True)
+        q_tile = load_tile(q, start, n_q, BLOCK_M, FORM, True)
         scores = ()
         for i in tl.static_range(COUNT):
-            score = dot_transposed(qt, keys[i])  # [BLOCK_M, CHUNK]
+            score = dot_transposed(q_tile, keys[i])  # [BLOCK_M, CHUNK]
             if MASKED and i == COUNT - 1:
-                # SURE < n_kv <= SURE + LENGTH_CLASS: only LENGTH_CLASS columns need a comparison with n_kv
+                # only LENGTH_CLASS columns need a comparison with n_kv
                 key = tl.arange(0, CHUNKS[i]) + STARTS[i]
                 real = (key < SURE) | ((key < SURE + LENGTH_CLASS) & (key < n_kv))
                 score = tl.where(real[None, :], score, float("-inf"))
@@ -146,55 +178,26 @@ def _attention_fwd_row_kernel(
 
 
 @triton.jit
-def online_softmax(scores, factor, vt, state, EMPTY: tl.constexpr, FIRST: tl.constexpr):
-    """Adds a tile of scores, times `factor` in base 2, and its values to the maximum, sum and output of a query tile.
-
-    EMPTY: all keys so far may be masked. The maximum is then -inf; `shift` is 0 to avoid -inf - -inf. FIRST: `state` is
-    from `empty_state`.
-    """
-    row_max, total, acc = state
-    new_max = tl.max(scores, 1) * factor
-    if not FIRST:
-        new_max = tl.maximum(row_max, new_max)
-    shift = new_max
-    if EMPTY:
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.math.exp2(scores * factor - shift[:, None])
-    if FIRST:
-        total = tl.sum(p, 1)
-    else:
-        rescale = tl.math.exp2(row_max - shift)
-        total = total * rescale + tl.sum(p, 1)
-        acc = scaled(acc, rescale[:, None])
-    return new_max, total, dot_add(p, vt, acc)
-
-
-@triton.jit
-def empty_state(ROWS: tl.constexpr, FORM):
-    """Returns maximum, sum and output of a query tile before its first keys."""
-    return tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), zero_tile(ROWS, FORM)
-
-
-@triton.jit
 def _online_step(pair, start, n_kv, shared, state, KEYS: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr, FORM):
     """Adds keys start .. start + KEYS to the state of a query tile; a step of `over_tiles` (attention_tiles.py)."""
     k, v = pair
-    qt, mask, qk_scale = shared
-    kt = load_tile(k, start, n_kv, KEYS, FORM, MASKED)
-    vt = load_tile(v, start, n_kv, KEYS, FORM, MASKED)
-    scores = dot_transposed(qt, kt)  # [BLOCK_M, KEYS]
+    q_tile, mask, qk_scale = shared
+    k_tile = load_tile(k, start, n_kv, KEYS, FORM, MASKED)
+    v_tile = load_tile(v, start, n_kv, KEYS, FORM, MASKED)
+    scores = dot_transposed(q_tile, k_tile)  # [BLOCK_M, KEYS]
     if MASKED or mask[0] is not None:
         scores = tl.where(real_keys(mask, start, n_kv, KEYS)[None, :], scores, float("-inf"))
-    return online_softmax(scores, qk_scale, vt, state, mask[0] is not None, FIRST)
+    return online_softmax(scores, qk_scale, v_tile, state, mask[0] is not None, FIRST)
 
 
 @triton.jit
 def _attention_fwd_looped_kernel(
-    # blocks LO and HI of tiles (attention_tiles.py); k_a: k for full tiles; k_b, k_c: k for the remaining keys
+    # strides to LOOP, and blocks LO and HI of tiles: see attention_tiles.py; k_a: k for full tiles; k_b, k_c: k for the
+    # remaining keys
     q_lo, q_hi, o_lo, o_hi, k_a_lo, k_a_hi, k_b_lo, k_b_hi, k_c_lo, k_c_hi,
     v_a_lo, v_a_hi, v_b_lo, v_b_hi, v_c_lo, v_c_hi,
     strides,  # of q, o, k and v
-    sizes, limits,  # see attention_tiles.py
+    sizes, limits,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     qk_scale,
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None
@@ -203,7 +206,7 @@ def _attention_fwd_looped_kernel(
 ):  # fmt: skip
     wait_for_previous(DEPENDENT)
     BLOCK_M: tl.constexpr = LOOP[0]
-    FIXED: tl.constexpr = limits[0] is None and limits[2] is None
+    FIXED: tl.constexpr = limits[0] is None and limits[2] is None  # neither `sequences` nor `key_mask`
     n_heads, n_q, n_kv = decoded(sizes[0]), decoded(sizes[1]), decoded(sizes[2])
     b, h, bh, start, begin, end, kv_end = rows_of_program(limits, n_heads, n_q, n_kv, BLOCK_M)
     q_strides, o_strides, k_strides, v_strides = strides
@@ -219,9 +222,9 @@ def _attention_fwd_looped_kernel(
         if mask[0] is not None:
             kv_end = last_unmasked(mask, n_kv)
 
-    qt = load_tile(q, start, end, BLOCK_M, FORM, True)
+    q_tile = load_tile(q, start, end, BLOCK_M, FORM, True)
     state = over_tiles(
-        _online_step, full, (tail_b, tail_c), (qt, mask, qk_scale), empty_state(BLOCK_M, FORM),
+        _online_step, full, (tail_b, tail_c), (q_tile, mask, qk_scale), empty_state(BLOCK_M, FORM),
         begin, kv_end, FIXED, FORM, LOOP,
     )  # fmt: skip
     store_state(o, lse_ptr, state, o_scale_ptr, bh.to(tl.int64) * n_q, start, end, not FIXED, BLOCK_M, FORM)
@@ -232,10 +235,10 @@ def forward_launch(
 ) -> Launch:  # fmt: skip
     """Returns the launch of the forward; `attention.attention_forward` describes o and o_scale."""
     own, streamed, args = {"q": call.q, "o": o}, {"k": call.k, "v": call.v}, {"o_scale_ptr": o_scale}
-    n_q, n_kv, early = call.q.shape[2], call.k.shape[2], config.dependent
+    n_q, n_kv, constants = call.q.shape[2], call.k.shape[2], {"DEPENDENT": config.dependent}
     if not config.chunks:
         kernel = _attention_fwd_looped_kernel
-        return looped_launch(kernel, call, own, streamed, config, args, matmuls=2, tails=2, DEPENDENT=early)
+        return looped_launch(kernel, call, own, streamed, config, args, matmuls=2, tails=2, **constants)
     chunks = cover(n_kv, config.block_n, config.chunks)
     if not chunks:
         raise ValueError(f"n_kv must be between 1 and {config.chunks * config.block_n} for {config}, got {n_kv}")
@@ -246,5 +249,5 @@ def forward_launch(
     row = config.block_m, per_program, *chunks, sure, masked, config.num_stages
     return tiled_launch(
         _attention_fwd_row_kernel, call, own, streamed, config, args, block=config.block_m, pieces=chunks, matmuls=2,
-        tiles=per_program, ROW=row, DEPENDENT=early,
+        tiles=per_program, ROW=row, **constants,
     )  # fmt: skip

@@ -1,13 +1,16 @@
-"""Launch policy of the attention kernels: a tuned configuration from attention_table.json, or else the rules below."""
+"""Launch policy of the attention kernels: a tuned configuration from attention_table.json, or else the rules below.
+
+`vit-fast kernels --tune` writes the table. It is empty as long as no GPU was measured.
+"""
 
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations_with_replacement
 from pathlib import Path
-from typing import Any
 
 from ..device import generation, reads_descriptors, starts_early
 
@@ -101,10 +104,10 @@ class Problem:
 
     @property
     def shape_class(self) -> str:
-        """The key in the tuned table: element, width, length and access."""
+        """The start of the key in the tuned table: architecture, element, width, length and access."""
         length = "short" if self.n_kv <= MAX_ROW_KEYS else "long"
         access = "vector" if self.access == "tma" and not self.uses_tma else self.access
-        return f"{self.element}/{self.width}/{length}/{access}"
+        return f"{self.arch}/{self.element}/{self.width}/{length}/{access}"
 
 
 def forward_config(problem: Problem) -> AttentionConfig:
@@ -253,11 +256,16 @@ def _dkdv_rule(problem: Problem) -> AttentionConfig:
 
 
 @cache
-def _table() -> Any:
-    """Returns the tuned table: architecture -> shape class -> kernel -> configuration."""
-    return json.loads(TABLE_PATH.read_text())["architectures"]
+def tuned_table(path: Path) -> dict[str, AttentionConfig]:
+    """Reads the tuned configurations by `shape_class` and kernel. Ignores another version's table, with a warning."""
+    try:
+        return {key: AttentionConfig(**config) for key, config in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        reason = f"this version of vit-fast cannot read them ({type(error).__name__}: {error})"
+        message = f"the tuned tile sizes in {path} are ignored, because {reason}: run vit-fast kernels --tune again"
+        warnings.warn(message, stacklevel=2)
+        return {}
 
 
 def _tuned(problem: Problem, kernel: str) -> AttentionConfig | None:
-    found = _table().get(problem.arch, {}).get(problem.shape_class, {}).get(kernel)
-    return AttentionConfig(**found) if found else None
+    return tuned_table(TABLE_PATH).get(f"{problem.shape_class}/{kernel}")

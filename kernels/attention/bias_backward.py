@@ -60,14 +60,14 @@ def _attention_bias_bwd_tile_kernel(
     for i in tl.range(first_window, end_window, num_stages=STAGES):
         window = i * n_masks + mask_row
         row = (tl.cast(window, tl.int64) * n_heads + h) * n_q + query
-        qt = load_tile(tensor_of(q, window, h, strides[0], terms, sizes), start, n_q, BLOCK_M, FORM, True)
-        kt = load_tile(tensor_of(k, window, h, strides[1], terms, sizes), first, end, BLOCK_N, FORM, True)
-        vt = load_tile(tensor_of(v, window, h, strides[2], terms, sizes), first, end, BLOCK_N, FORM, True)
-        dot = load_tile(tensor_of(do, window, h, strides[3], terms, sizes), start, n_q, BLOCK_M, FORM, True)
+        q_tile = load_tile(tensor_of(q, window, h, strides[0], terms, sizes), start, n_q, BLOCK_M, FORM, True)
+        k_tile = load_tile(tensor_of(k, window, h, strides[1], terms, sizes), first, end, BLOCK_N, FORM, True)
+        v_tile = load_tile(tensor_of(v, window, h, strides[2], terms, sizes), first, end, BLOCK_N, FORM, True)
+        do_tile = load_tile(tensor_of(do, window, h, strides[3], terms, sizes), start, n_q, BLOCK_M, FORM, True)
         here = scores_at(window, h, query[:, None], tile, sizes, TILE)
-        scores = scores_of(qt, kt, factor, shared, here, terms, sizes, PRECISION)
+        scores = scores_of(q_tile, k_tile, factor, shared, here, terms, sizes, PRECISION)
         p = tl.math.exp2(scores - tl.load(lse_ptr + row, mask=inside, other=float("inf"))[:, None])
-        dp = dot_transposed(dot, vt, PRECISION)
+        dp = dot_transposed(do_tile, v_tile, PRECISION)
         if WHOLE:  # the same as rowsum(do * o), without reading o
             delta = tl.sum(p * dp, 1)
         else:
@@ -75,15 +75,15 @@ def _attention_bias_bwd_tile_kernel(
         ds = p * (dp - delta[:, None])
         total += ds
         if WHOLE:
-            dvt = dot_add(tl.trans(p), dot, zero_tile(BLOCK_N, FORM), PRECISION)
-            store_tile(tensor_of(dv, window, h, strides[6], terms, sizes), dvt, first, end, BLOCK_N, FORM)
-            dkt = scaled(dot_add(tl.trans(ds), qt, zero_tile(BLOCK_N, FORM), PRECISION), factor)
-            store_tile(tensor_of(dk, window, h, strides[5], terms, sizes), dkt, first, end, BLOCK_N, FORM)
-            dqt = dot_add(ds, kt, zero_tile(BLOCK_M, FORM), PRECISION)
+            dv_tile = dot_add(tl.trans(p), do_tile, zero_tile(BLOCK_N, FORM), PRECISION)
+            store_tile(tensor_of(dv, window, h, strides[6], terms, sizes), dv_tile, first, end, BLOCK_N, FORM)
+            dk_tile = scaled(dot_add(tl.trans(ds), q_tile, zero_tile(BLOCK_N, FORM), PRECISION), factor)
+            store_tile(tensor_of(dk, window, h, strides[5], terms, sizes), dk_tile, first, end, BLOCK_N, FORM)
+            dq_tile = dot_add(ds, k_tile, zero_tile(BLOCK_M, FORM), PRECISION)
             if dscale_ptr is not None:
-                tl.store(dscale_ptr + row, row_dot(dqt, qt), mask=inside)
-            dqt = scaled(dqt, factor)
-            store_tile(tensor_of(dq, window, h, strides[4], terms, sizes), dqt, start, n_q, BLOCK_M, FORM)
+                tl.store(dscale_ptr + row, row_dot(dq_tile, q_tile), mask=inside)
+            dq_tile = scaled(dq_tile, factor)
+            store_tile(tensor_of(dq, window, h, strides[4], terms, sizes), dq_tile, start, n_q, BLOCK_M, FORM)
     if parts_ptr is not None:
         parts_ptr += (tl.cast(chunk, tl.int64) * n_heads + h) * n_q * n_kv
         tl.store(parts_ptr + (at[3] * n_kv + at[4]), total, mask=at[5] & at[6])
@@ -119,20 +119,22 @@ def _attention_bias_bwd_dq_kernel(
     v_rows = tensor_of(v, window, h, strides[2], terms, sizes)
     o_rows = tensor_of(o, window, h, strides[3], terms, sizes)
     do_rows = tensor_of(do, window, h, strides[4], terms, sizes)
-    qt, dot, lse, delta = query_tile(q_rows, do_rows, o_rows, lse_ptr, delta_ptr, head_row, start, n_q, BLOCK_M, FORM)
+    q_tile, do_tile, lse, delta = query_tile(
+        q_rows, do_rows, o_rows, lse_ptr, delta_ptr, head_row, start, n_q, BLOCK_M, FORM
+    )
     acc = zero_tile(BLOCK_M, FORM)
     tl.assume(height > 0)  # otherwise wgmma is serialized, as in `over_tiles` of attention_tiles.py
     for column in tl.static_range(TILE[4] if TILE[4] else 1):
         columns = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for tile in tl.range(column * height, column * height + height, num_stages=STAGES):
             first, end = keys_of_tile(tile, sizes, TILE)
-            kt = load_tile(k_rows, first, end, BLOCK_N, FORM, True)
-            vt = load_tile(v_rows, first, end, BLOCK_N, FORM, True)
+            k_tile = load_tile(k_rows, first, end, BLOCK_N, FORM, True)
+            v_tile = load_tile(v_rows, first, end, BLOCK_N, FORM, True)
             at = scores_at(window, h, query[:, None], tile, sizes, TILE)
             added = shared_terms(at, terms, sizes, TILE)
-            scores = scores_of(qt, kt, factor, added, at, terms, sizes, PRECISION)
-            ds = tl.math.exp2(scores - lse[:, None]) * (dot_transposed(dot, vt, PRECISION) - delta[:, None])
-            acc = dot_add(ds, kt, acc, PRECISION)
+            scores = scores_of(q_tile, k_tile, factor, added, at, terms, sizes, PRECISION)
+            ds = tl.math.exp2(scores - lse[:, None]) * (dot_transposed(do_tile, v_tile, PRECISION) - delta[:, None])
+            acc = dot_add(ds, k_tile, acc, PRECISION)
             if drel_h_ptr is not None:
                 tl.store(drel_h_ptr + row * n_tiles(sizes) + tile, tl.sum(ds, 1), mask=inside)
                 columns += ds
@@ -141,7 +143,7 @@ def _attention_bias_bwd_dq_kernel(
             mask = inside[:, None] & (key < tl.minimum(width, column * step + step))
             tl.store(drel_w_ptr + (row[:, None] * width + key), columns, mask=mask)
     if dscale_ptr is not None:
-        tl.store(dscale_ptr + row, row_dot(acc, qt), mask=inside)
+        tl.store(dscale_ptr + row, row_dot(acc, q_tile), mask=inside)
     store_tile(tensor_of(dq, window, h, strides[5], terms, sizes), scaled(acc, factor), start, n_q, BLOCK_M, FORM)
 
 
@@ -164,23 +166,23 @@ def _attention_bias_bwd_dkdv_kernel(
     factor = head_scale(scale, h, terms)
     q_rows = tensor_of(q, window, h, strides[0], terms, sizes)
     do_rows = tensor_of(do, window, h, strides[3], terms, sizes)
-    kt = load_tile(tensor_of(k, window, h, strides[1], terms, sizes), first, end, BLOCK_N, FORM, True)
-    vt = load_tile(tensor_of(v, window, h, strides[2], terms, sizes), first, end, BLOCK_N, FORM, True)
-    dkt, dvt = zero_tile(BLOCK_N, FORM), zero_tile(BLOCK_N, FORM)
+    k_tile = load_tile(tensor_of(k, window, h, strides[1], terms, sizes), first, end, BLOCK_N, FORM, True)
+    v_tile = load_tile(tensor_of(v, window, h, strides[2], terms, sizes), first, end, BLOCK_N, FORM, True)
+    dk_tile, dv_tile = zero_tile(BLOCK_N, FORM), zero_tile(BLOCK_N, FORM)
     tl.assume(n_q > 0)
     for start in tl.range(0, n_q, BLOCK_M, num_stages=STAGES):
         query = start + tl.arange(0, BLOCK_M)
         inside = query < n_q
         row = (tl.cast(window, tl.int64) * n_heads + h) * n_q + query
-        qt = load_tile(q_rows, start, n_q, BLOCK_M, FORM, True)
-        dot = load_tile(do_rows, start, n_q, BLOCK_M, FORM, True)
+        q_tile = load_tile(q_rows, start, n_q, BLOCK_M, FORM, True)
+        do_tile = load_tile(do_rows, start, n_q, BLOCK_M, FORM, True)
         lse = tl.load(lse_ptr + row, mask=inside, other=float("inf"))
         delta = tl.load(delta_ptr + row, mask=inside, other=0.0)
         at = scores_at(window, h, query[None, :], tile, sizes, TILE)
         added = shared_terms(at, terms, sizes, TILE)
-        p = tl.math.exp2(scores_of(kt, qt, factor, added, at, terms, sizes, PRECISION) - lse[None, :])
-        dvt = dot_add(p, dot, dvt, PRECISION)
-        ds = p * (dot_transposed(vt, dot, PRECISION) - delta[None, :])
-        dkt = dot_add(ds, qt, dkt, PRECISION)
-    store_tile(tensor_of(dk, window, h, strides[4], terms, sizes), scaled(dkt, factor), first, end, BLOCK_N, FORM)
-    store_tile(tensor_of(dv, window, h, strides[5], terms, sizes), dvt, first, end, BLOCK_N, FORM)
+        p = tl.math.exp2(scores_of(k_tile, q_tile, factor, added, at, terms, sizes, PRECISION) - lse[None, :])
+        dv_tile = dot_add(p, do_tile, dv_tile, PRECISION)
+        ds = p * (dot_transposed(v_tile, do_tile, PRECISION) - delta[None, :])
+        dk_tile = dot_add(ds, q_tile, dk_tile, PRECISION)
+    store_tile(tensor_of(dk, window, h, strides[4], terms, sizes), scaled(dk_tile, factor), first, end, BLOCK_N, FORM)
+    store_tile(tensor_of(dv, window, h, strides[5], terms, sizes), dv_tile, first, end, BLOCK_N, FORM)

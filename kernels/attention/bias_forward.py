@@ -46,25 +46,25 @@ def _attention_bias_fwd_kernel(
     shared = shared_terms(scores_at(first_window * n_masks + mask_row, h, rows, 0, sizes, TILE), terms, sizes, TILE)
     for i in tl.range(first_window, end_window, num_stages=STAGES if ONE_TILE else 1):
         window = i * n_masks + mask_row
-        qt = load_tile(tensor_of(q, window, h, strides[0], terms, sizes), start, n_q, BLOCK_M, FORM, True)
+        q_tile = load_tile(tensor_of(q, window, h, strides[0], terms, sizes), start, n_q, BLOCK_M, FORM, True)
         k_rows = tensor_of(k, window, h, strides[1], terms, sizes)
         v_rows = tensor_of(v, window, h, strides[2], terms, sizes)
         state = empty_state(BLOCK_M, FORM)
         if ONE_TILE:
-            kt = load_tile(k_rows, first, end, BLOCK_N, FORM, True)
-            vt = load_tile(v_rows, first, end, BLOCK_N, FORM, True)
+            k_tile = load_tile(k_rows, first, end, BLOCK_N, FORM, True)
+            v_tile = load_tile(v_rows, first, end, BLOCK_N, FORM, True)
             at = scores_at(window, h, rows, 0, sizes, TILE)
-            scores = scores_of(qt, kt, factor, shared, at, terms, sizes, "tf32")
-            state = online_softmax(scores, 1.0, vt, state, True, True)
+            scores = scores_of(q_tile, k_tile, factor, shared, at, terms, sizes, "tf32")
+            state = online_softmax(scores, 1.0, v_tile, state, True, True)
         else:
             for tile in tl.range(0, n_tiles(sizes), num_stages=STAGES):
                 start_k, end_k = keys_of_tile(tile, sizes, TILE)
-                kt = load_tile(k_rows, start_k, end_k, BLOCK_N, FORM, True)
-                vt = load_tile(v_rows, start_k, end_k, BLOCK_N, FORM, True)
+                k_tile = load_tile(k_rows, start_k, end_k, BLOCK_N, FORM, True)
+                v_tile = load_tile(v_rows, start_k, end_k, BLOCK_N, FORM, True)
                 here = scores_at(window, h, rows, tile, sizes, TILE)
                 added = shared_terms(here, terms, sizes, TILE)
-                scores = scores_of(qt, kt, factor, added, here, terms, sizes, "tf32")
-                state = online_softmax(scores, 1.0, vt, state, True, False)
+                scores = scores_of(q_tile, k_tile, factor, added, here, terms, sizes, "tf32")
+                state = online_softmax(scores, 1.0, v_tile, state, True, False)
         output = tensor_of(o, window, h, strides[3], terms, sizes)
         row = (tl.cast(window, tl.int64) * n_heads + h) * n_q
         store_state(output, lse_ptr, state, None, row, start, n_q, True, BLOCK_M, FORM)

@@ -2,7 +2,9 @@
 
 Related arguments are grouped as in attention_tiles.py, whose functions load and store tiles of a window:
 
-- terms: see `_launch` in bias_launch.py; an absent tensor is None.
+- terms: (bias, its strides, window_mask, key_mask, its stride, rel_h, rel_w, groups, scale); an absent tensor is None.
+  `_launch` in bias_launch.py gives their shapes.
+- strides: of q and of the other tensors of a kernel, in the order of its arguments.
 - sizes: (n_batch, n_heads, n_q, n_kv, n_masks, n_groups, group, step, height, width). n_batch: number of windows, or
   images without windows; n_masks: rows of the window mask; n_groups: windows per image; group: windows per program; the
   other three describe the tiles of keys, as follows. The launcher passes them times 16, because fewer of these kernels

@@ -120,7 +120,8 @@ def tune(
 
 
 def write_entry(path: Path, problem: Problem, kernel: str, config: AttentionConfig) -> None:
-    table = json.loads(path.read_text())
-    classes = table["architectures"].setdefault(problem.arch, {})
-    classes.setdefault(problem.shape_class, {})[kernel] = asdict(config)
-    path.write_text(json.dumps(table, indent=2) + "\n")
+    table = policy.tuned_table(path) | {f"{problem.shape_class}/{kernel}": config}
+    aside = path.with_suffix(".new")  # a process that is killed here leaves the old table
+    aside.write_text(json.dumps({key: asdict(each) for key, each in table.items()}, indent=2) + "\n")
+    aside.replace(path)
+    policy.tuned_table.cache_clear()

@@ -51,7 +51,7 @@ def _store_parts(
         first = unit // tiles * steps
         acc = accumulate(
             a, b, row, col, first, min(M, first + steps), P, Q, M,
-            BLOCK_P, BLOCK_Q, BLOCK_M, True, False, TMA,
+            BLOCK_P, BLOCK_Q, BLOCK_M, A_IS_KM=True, B_IS_NK=False, TMA=TMA,
         )  # fmt: skip
         base = out + tl.cast(unit // tiles, tl.int64) * P * Q
         store_tile(base, acc, row, col, P, Q, BLOCK_P, BLOCK_Q, False)

@@ -1,5 +1,7 @@
 """Forward epilogues of `matmul.py`, which describes their parameters. acc is A B.
 
+A function NAME_epilogue follows each device function, and gives the shapes of its matrices and arguments.
+
 A LayerNorm may be folded into B (`linear/folding.py`). With the statistics mean and rstd of a row of A,
 
     z = rstd (acc scale - mean weight_sum) + bias
@@ -126,23 +128,26 @@ def _output_settings(out_part: Tensor | None, out: Tensor) -> tuple[int, bool]:
 
 
 @triton.jit
-def layer_norm(sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+def layer_norm(
+    sub_tiles, matrices, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
+):
     """Stores act(z) or act(g) u, z if given, and partial LayerNorm statistics of out if `out_part` is given.
 
     Columns 2j and 2j + 1 of z are g and u (`linear/folding.py`). If out is e4m3, the result is multiplied by out_scale.
     settings: (PARTS of row_part, activation, PARTS and WHOLE of `_merge_statistics`, True with a gate, 0).
     """
-    out, z, _, _ = tiles
+    out, z, _, _ = matrices
     row_part_ptr, statistics_ptr, weight_sum_ptr, eps, scale_ptr, bias_ptr, out_scale_ptr, out_part_ptr = arguments
     row, col, M, N, _, _ = where
-    WIDTH: tl.constexpr = 2 if settings[4] else 1  # columns of z per column of out
+    GATED: tl.constexpr = settings[4]
+    WIDTH: tl.constexpr = 2 if GATED else 1  # columns of z per column of out
     norm = (row_part_ptr, statistics_ptr, weight_sum_ptr, eps)
     factors = _row_factors(norm, where, ROWS, settings[0])
     merged = None
     for i in tl.static_range(len(sub_tiles)):
         start = col + i * COLS
         value = _pre_activation(sub_tiles[i], norm, scale_ptr, bias_ptr, factors, z, row, start, M, N, ROWS, COLS, TMA)
-        if settings[4]:
+        if GATED:
             gate, up = tl.split(value.reshape(ROWS, COLS // 2, 2))
             value = activate(gate, settings[1], dtype_of(out, TMA) == tl.float32) * up
         else:
@@ -215,7 +220,7 @@ def _normed_columns(
 
 
 @triton.jit
-def rotary(sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+def rotary(sub_tiles, matrices, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
     """Stores z after norms (unless NORM is "none") and rotary embeddings (if there are tables) of q and k.
 
     settings: (PARTS of row_part, HEAD, NORM, HALVES of `_normed_columns`, steps of `_rotated_columns`, 0).
@@ -246,7 +251,7 @@ def rotary(sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COL
                     value, (cos, sin), (tokens, prefix, image_rows), (settings[4], settings[5]), (row, start, M, N),
                     ROWS, COLS, HEAD,
                 )  # fmt: skip
-        store_tile(tiles[0], value.to(dtype_of(tiles[0], TMA)), row, start, M, N, ROWS, COLS, TMA)
+        store_tile(matrices[0], value.to(dtype_of(matrices[0], TMA)), row, start, M, N, ROWS, COLS, TMA)
 
 
 def rotary_epilogue(
@@ -274,27 +279,27 @@ def rotary_epilogue(
 
 @triton.jit
 def add_residual(
-    sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
+    sub_tiles, matrices, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
 ):
     """Stores out, and if given, `branch` (acc), LayerNorm statistics of out, and out8 (out * out_scale in e4m3).
 
-    With a norm folded into B, acc is z - bias. settings: (PARTS of row_part, PARTS and WHOLE of `_merge_statistics`,
-    EARLY).
+    With a norm folded into B, z - bias replaces acc. settings: (PARTS of row_part, PARTS and WHOLE of
+    `_merge_statistics`, EARLY).
     """
-    out, branch, addend, out8 = tiles
+    out, branch, residual, out8 = matrices
     row_part_ptr, statistics_ptr, weight_sum_ptr, eps, scale_ptr, bias_ptr, out_part_ptr, out_scale_ptr = arguments
     row, col, M, N, _, _ = where
     COUNT: tl.constexpr = len(sub_tiles)
     EARLY: tl.constexpr = settings[3]  # number of sub-tiles of the residual that are loaded ahead
     factors = _row_factors((row_part_ptr, statistics_ptr, weight_sum_ptr, eps), where, ROWS, settings[0])
-    if addend is not None:
-        added = load_sub_tiles(addend, row, col, M, N, ROWS, COLS, EARLY)
+    if residual is not None:
+        added = load_sub_tiles(residual, row, col, M, N, ROWS, COLS, EARLY)
     merged = None
     for i in tl.static_range(COUNT):
         start = col + i * COLS
         cols = start + tl.arange(0, COLS)
-        if addend is not None and i + EARLY < COUNT:
-            added = added + load_sub_tiles(addend, row, start + EARLY * COLS, M, N, ROWS, COLS, 1)
+        if residual is not None and i + EARLY < COUNT:
+            added = added + load_sub_tiles(residual, row, start + EARLY * COLS, M, N, ROWS, COLS, 1)
         value = sub_tiles[i]
         if row_part_ptr is not None:
             value = _normed(value, weight_sum_ptr, None, factors, cols, N)
@@ -304,7 +309,7 @@ def add_residual(
             value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
         if scale_ptr is not None:
             value *= tl.load(scale_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-        if addend is not None:
+        if residual is not None:
             value += added[i].to(tl.float32)
         stored = rounded(value, dtype_of(out, TMA))
         store_tile(out, stored, row, start, M, N, ROWS, COLS, TMA)
@@ -352,9 +357,9 @@ def residual_epilogue(output: BranchOutput, norm: FoldedNorm = _NO_NORM, branch:
 
 
 @triton.jit
-def partial(sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+def partial(sub_tiles, matrices, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
     row, col, M, N, _, part = where
-    base = tiles[0] + tl.cast(part, tl.int64) * M * N
+    base = matrices[0] + tl.cast(part, tl.int64) * M * N
     store_tile(base, sub_tiles[0], row, col, M, N, ROWS, COLS, False)
 
 

@@ -1,5 +1,7 @@
 """Backward epilogues of `matmul.py`, which describes their parameters. acc = A B. x is the input of a LayerNorm.
 
+A function NAME_epilogue follows each device function, and gives the shapes of its matrices and arguments.
+
 `statistics` contains mean and rstd of the rows of x. If x was fp32, x is the normalized input n (`layer_norm.py`), and
 `statistics` contains only rstd. rstd is negative for a constant row of x. `linear/gradients.py` explains the formulas.
 
@@ -81,27 +83,28 @@ def _store_gradient(
 
 @triton.jit
 def activation_grad(
-    sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
+    sub_tiles, matrices, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
 ):
     """h = act(z), dz = acc act'(z), out = rstd dz.
 
     With a gate, columns 2j and 2j + 1 of z are g and u; h = act(g) u, and dz = (acc act'(g) u, acc act(g)).
     settings: (PARTS of row_part, activation, True with a gate, True to load z early).
     """
-    out, z, h, _ = tiles
+    out, z, h, _ = matrices
     scale_ptr, bias_ptr, statistics_ptr, row_part_ptr, column_part_ptr, hidden_ptr, along_ptr = arguments
     row, col, M, N, _, _ = where
     DTYPE: tl.constexpr = dtype_of(out, TMA)
-    WIDTH: tl.constexpr = 2 if settings[2] else 1  # columns of z per column of h
+    GATED: tl.constexpr = settings[2]
+    WIDTH: tl.constexpr = 2 if GATED else 1  # columns of z per column of h
     factors = _activation_row_factors(statistics_ptr, row, M, ROWS)
     for i in tl.static_range(len(sub_tiles)):
         start = col + i * COLS
         grad = sub_tiles[i]
         if scale_ptr is not None:
             grad *= tl.load(scale_ptr)
-        anchor = tl.join(grad, grad).reshape(ROWS, 2 * COLS) if settings[2] else grad
+        anchor = tl.join(grad, grad).reshape(ROWS, 2 * COLS) if GATED else grad
         pre = _load_z(z, anchor, row, WIDTH * start, M, WIDTH * N, ROWS, WIDTH * COLS, TMA and not settings[3])
-        if settings[2]:
+        if GATED:
             gate, up = tl.split(pre.reshape(ROWS, COLS, 2))
             value, slope = activate_with_slope(gate, settings[1], DTYPE == tl.float32)
             hidden = value * up
@@ -112,7 +115,7 @@ def activation_grad(
             grad, hidden = _through_norm(grad, hidden, hidden_ptr, along_ptr, row, start, M, N, ROWS, DTYPE)
         # store h before dz is computed: without a gate, the kernel then needs 178 registers instead of 236
         store_tile(h, hidden.to(DTYPE), row, start, M, N, ROWS, COLS, TMA)
-        dz = tl.join(grad * up * slope, grad * value).reshape(ROWS, 2 * COLS) if settings[2] else grad * slope
+        dz = tl.join(grad * up * slope, grad * value).reshape(ROWS, 2 * COLS) if GATED else grad * slope
         _store_gradient(
             dz, pre, out, bias_ptr, row_part_ptr, column_part_ptr, factors, row, WIDTH * start, M, WIDTH * N,
             start // COLS, ROWS, WIDTH * COLS, TMA, settings[0],
@@ -157,20 +160,21 @@ def activation_grad_epilogue(
 
 @triton.jit
 def layer_norm_grad(
-    sub_tiles, tiles, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
+    sub_tiles, matrices, arguments, settings, where, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
 ):
     """coefficient = rstd^2 / N * sum(dz (z - bias)) over the columns of z, except for two cases below.
 
     settings: (PARTS of row_part, True if x is normalized, EARLY).
     """
-    out, x, residual, narrow = tiles
+    out, x, residual, narrow = matrices
     statistics_ptr, row_part_ptr = arguments
     row, col, M, N, _, _ = where
     EARLY: tl.constexpr = settings[2]
-    scale = load_rows(statistics_ptr if settings[1] else statistics_ptr + M, row, M, ROWS)
+    NORMALIZED: tl.constexpr = settings[1]
+    scale = load_rows(statistics_ptr if NORMALIZED else statistics_ptr + M, row, M, ROWS)
     mean = tl.zeros((ROWS,), tl.float32)
     coefficient = sum_row_parts(row_part_ptr, row, M, ROWS, settings[0]) * scale / N
-    if not settings[1]:
+    if not NORMALIZED:
         coefficient *= scale
         scale = tl.where(scale < 0.0, -scale, 1.0)
         mean = load_rows(statistics_ptr, row, M, ROWS)

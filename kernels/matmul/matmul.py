@@ -7,9 +7,9 @@ torch.nn.Linear. For split-K, a program accumulates one of `splits` parts of K.
 The kernel knows no epilogue. It passes each tile of A B to the device function EPILOGUE, which has these parameters:
 
 - sub_tiles: the tile of A B, fp32, cut along N, because an epilogue of a whole wide tile would need too many registers
-- tiles: up to four matrices that the epilogue reads and writes by tiles: descriptors, pointers or None
+- matrices: up to four, which the epilogue reads and writes by tiles: descriptors, pointers or None
 - arguments: its vectors and numbers: pointers, None, floats, and integers encoded by `unspecialized` (launch.py)
-- settings: its constants; the last one is the setting for early loads, `Epilogue.early` (matmul_launch.py)
+- settings: a tuple of its constants; the last one is the setting for early loads, `Epilogue.early` (matmul_launch.py)
 - where: (row, col, M, N, K, part): start of the tile, sizes of A and B, and the number of the part of K
 - ROWS, COLS: size of a sub-tile
 - TMA: the matrices are descriptors
@@ -52,8 +52,8 @@ def _matmul_kernel(
     a,  # [M, K]
     b,  # [K, N], or [N, K] if B_IS_NK
     # of the epilogue: see above; the matrices may be descriptors, which must not be in a tuple (launch.py)
-    tile1, tile2, tile3, tile4, arguments, settings,
-    b_ptr,  # B as a pointer if DEPENDENT, else None
+    matrix1, matrix2, matrix3, matrix4, arguments, settings,
+    b_ptr,  # B [N, K] as a pointer if DEPENDENT, else None
     M, N, K,
     splits,  # number of parts of K, or None
     EPILOGUE: tl.constexpr,  # name of the epilogue's device function (launch.py)
@@ -84,9 +84,9 @@ def _matmul_kernel(
         col = tile_n * BLOCK_N
         acc = accumulate(
             a, b, row, col, k_start, k_stop, M, N, K,
-            BLOCK_M, BLOCK_N, BLOCK_K, False, B_IS_NK, TMA,
+            BLOCK_M, BLOCK_N, BLOCK_K, A_IS_KM=False, B_IS_NK=B_IS_NK, TMA=TMA,
         )  # fmt: skip
         epilogue(
-            cut(acc, BLOCK_M, BLOCK_N, SUB_TILES), (tile1, tile2, tile3, tile4), arguments, settings,
+            cut(acc, BLOCK_M, BLOCK_N, SUB_TILES), (matrix1, matrix2, matrix3, matrix4), arguments, settings,
             (row, col, M, N, K, part), BLOCK_M, BLOCK_N // SUB_TILES, TMA,
         )  # fmt: skip

@@ -101,16 +101,16 @@ def matmul_launch(matmul: Matmul, config: MatmulConfig, splits: int | None = Non
     rows, cols, depth = config.block_m, config.block_n, config.block_k
     early = epilogue.early(a, config)
 
-    def tile(index: int) -> Any:
-        matrix = epilogue.matrices[index] if index < len(epilogue.matrices) else None
-        if matrix is None or (early and index in epilogue.by_pointer):
-            return matrix
-        return tiled(matrix, rows, config.sub_tile_width * matrix.shape[-1] // N, config.tma)
+    def matrix(index: int) -> Any:
+        tensor = epilogue.matrices[index] if index < len(epilogue.matrices) else None
+        if tensor is None or (early and index in epilogue.by_pointer):
+            return tensor
+        return tiled(tensor, rows, config.sub_tile_width * tensor.shape[-1] // N, config.tma)
 
     args = {
         "a": tiled(a, rows, depth, config.tma),
         "b": tiled(b, *((cols, depth) if matmul.b_is_nk else (depth, cols)), config.tma),
-        **{f"tile{index + 1}": tile(index) for index in range(4)}, "arguments": epilogue.arguments,
+        **{f"matrix{index + 1}": matrix(index) for index in range(4)}, "arguments": epilogue.arguments,
         "b_ptr": b if dependent else None, "M": M, "N": N, "K": K, "splits": splits,
     }  # fmt: skip
     constants = {

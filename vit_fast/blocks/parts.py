@@ -302,14 +302,17 @@ def options_of(
     eps1 = eps2 = 0.0
     if attention is not None:
         eps1, qk_norm, terms = attention.norm.eps, attention.qk_norm, attention.terms
-        options = {"norm": attention.norm.kind, "heads": attention.num_heads, "attention_scale": attention.scale}
-        options["qk_norm"] = None if qk_norm is None else qk_norm.now()
-        options["terms"] = None if terms is None else terms.now(device, computed)
+        options = {
+            "norm": attention.norm.kind, "heads": attention.num_heads, "attention_scale": attention.scale,
+            "qk_norm": None if qk_norm is None else qk_norm.now(),
+            "terms": None if terms is None else terms.now(device, computed),
+        }  # fmt: skip
     if mlp is not None:
         eps2, inner = mlp.norm.eps, mlp.inner_norm
-        options |= {"norm": mlp.norm.kind, "activation": mlp.activation}
+        options["norm"], options["activation"] = mlp.norm.kind, mlp.activation
         options["inner_norm"] = None if inner is None else (inner.kind, inner.eps)
-    return options | {"eps": (eps1, eps2)}
+    options["eps"] = eps1, eps2
+    return options
 
 
 def sources(attention: AttentionParts | None, mlp: MlpParts | None, every: bool = True) -> list[Slot]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -196,11 +198,11 @@ def _gradient(grad_output: Tensor, tensors: Sequence[Tensor], out: Tensor, lse: 
     return attention_gradient(grad_output, qkv, out, lse, *common)
 
 
-def _names(tensors: Sequence[Any], *rest: Any) -> list[str]:
-    """Returns the names of the tensors, or "" for those without a gradient."""
-    qkv, *_, terms, bias_grad = _unpacked(tensors, *rest)
-    wanted = [] if terms is None else term_names(terms, bias_grad)
-    return [*"qkv"[: len(qkv)], *(name if name in wanted else "" for name in words_of(rest[-1])[2])]
+@functools.lru_cache(4096)
+def _have_gradients(words: str) -> list[bool]:
+    """Returns for each tensor of the operator if it has a gradient."""
+    count, bias_grad, names = words_of(words)
+    return [True] * count + [name in _WITH_GRADIENT[not bias_grad :] for name in names]
 
 
 def attention_flop(queries: int, keys: int, terms: Any) -> tuple[int, int]:
@@ -222,7 +224,7 @@ def _flop(tensors: Any, max_seqlen: int, scale: float, words: str) -> tuple[int,
 def _backward(grad_output: Tensor, saved: Sequence[Tensor], rest: Any) -> Sequence[Tensor | None]:
     out, lse, *tensors = saved
     gradients = iter(_backward_kernel(grad_output, tensors, out, lse, *rest))
-    return [next(gradients) if name else None for name in _names(tensors, *rest)]
+    return [next(gradients) if has_gradient else None for has_gradient in _have_gradients(rest[-1])]
 
 
 _SETTINGS = "SymInt max_seqlen, float scale, str words"
@@ -235,7 +237,7 @@ _backward_kernel = operator(
     "attention_backward", f"(Tensor grad_output, Tensor[] tensors, Tensor out, Tensor lse, {_SETTINGS}) -> Tensor[]",
     _gradient, what="attention",
     fake=lambda _, tensors, out, lse, *rest: [
-        tensor.new_empty(tensor.shape) for name, tensor in zip(_names(tensors, *rest), tensors) if name
+        tensor.new_empty(tensor.shape) for tensor in itertools.compress(tensors, _have_gradients(rest[-1]))
     ],
     flop=lambda _, tensors, out, lse, *rest: _flop(tensors, *rest)[1],
 )  # fmt: skip
