@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from . import reference
 from .attention_bias import additive_mask, bias_of_mask, by_groups, checked_terms, score_terms, with_rel
 from .attention_operator import heads_first, run_attention, unsupported_reasons
-from .attention_sequences import by_sequences, with_block_mask
 from .backends import resolve_backend
 from .descriptions import Keys, ScoreTerms, check_dtype, check_keys, check_tensors, key_mask_of
 from .registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype
@@ -185,10 +185,10 @@ def _attend(
         terms = with_rel(terms, q)
     if cu_seqlens is not None:
         if is_exporting():
-            out = with_block_mask(q, k, v, cu_seqlens, scale)
+            out = _with_block_mask(q, k, v, cu_seqlens, scale)
         else:
             attend = reference.attention if backend == "eager" else F.scaled_dot_product_attention
-            out = by_sequences(attend, q, k, v, cu_seqlens, max_seqlen, scale)
+            out = _by_sequences(attend, q, k, v, cu_seqlens, max_seqlen, scale)
         return out[None] if first.dim() == 5 else out
     if backend == "eager":
         out = reference.attention(q, k, v, scale=scale, key_mask=key_mask, terms=terms)
@@ -200,6 +200,45 @@ def _attend(
                 q, scale = (q * terms.scale[:, None, None]).to(q.dtype), 1.0
         out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     return out if len(qkv) == 3 else out.transpose(1, 2)
+
+
+def _by_sequences(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+    scale: float | None,
+) -> Tensor:  # fmt: skip
+    """Calls `attend` once per group of consecutive sequences of equal length; returns [total, H, D].
+
+    Reads cu_seqlens, which synchronizes with the device. Raises ValueError if cu_seqlens or max_seqlen is invalid.
+    """
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))  # [total, H, D]
+    bounds: list[int] = cu_seqlens.tolist()
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    if bounds[0] != 0 or bounds[-1] > len(q) or min(lengths, default=0) < 0:
+        shown = f"{bounds[:8]}{' ...' if len(bounds) > 8 else ''}"
+        limit = f"{len(q)}, the number of tokens"
+        raise ValueError(f"cu_seqlens must start with 0, never decrease and end with at most {limit}, got {shown}")
+    if max(lengths, default=0) > max_seqlen:
+        raise ValueError(f"max_seqlen must be at least {max(lengths)}, the longest sequence, got {max_seqlen}")
+    outputs, start = [], 0
+    for length, group in itertools.groupby(lengths):
+        end = start + length * len(list(group))
+        if length:
+            query, key, value = (tensor[start:end].unflatten(0, (-1, length)).transpose(1, 2) for tensor in (q, k, v))
+            outputs.append(attend(query, key, value, scale=scale).transpose(1, 2).flatten(0, 1))
+        start = end
+    if start < len(q) or not outputs:
+        everything = torch.ones((), dtype=torch.bool, device=q.device)
+        outputs.append(q[start:].masked_fill(everything, 0).to(matmul_dtype(q)))  # 0 even if q contains NaN
+    return torch.cat(outputs)
+
+
+def _with_block_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None) -> Tensor:
+    """Calls SDPA with a block-diagonal mask, for exported models; returns [total, H, D]."""
+    token = torch.arange(q.shape[2], device=q.device)
+    sequence = (token[:, None] >= cu_seqlens[None, 1:]).sum(1)  # [total]
+    inside = sequence < cu_seqlens.shape[0] - 1
+    allowed = (sequence[:, None] == sequence[None, :]) & inside[None, :]
+    return F.scaled_dot_product_attention(q, k, v, allowed, scale=scale)[0].transpose(0, 1).contiguous()
 
 
 def scaled_dot_product_attention(

@@ -98,17 +98,17 @@ def attention_forward(
 def attention_gradient(
     grad_output: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, keys: Keys, scale: float,
     terms: ScoreTerms | None = None, bias_grad: bool = True,
-) -> list[Tensor]:  # fmt: skip
-    """Returns contiguous gradients of the tensors in the argument `qkv` of `attention_forward`.
+) -> tuple[list[Tensor], dict[str, Tensor]]:  # fmt: skip
+    """Returns contiguous gradients of the tensors in the argument `qkv` of `attention_forward`, and those of `terms`.
 
-    With `terms`, appends the gradients of bias (if `bias_grad`), rel_h, rel_w and scale, if present.
+    The terms with a gradient are bias (if `bias_grad`), rel_h, rel_w and scale.
     """
     from ..kernels.attention import attention
 
     gradients = [tensor.new_empty(tensor.shape) for tensor in qkv]
     q = heads_first(qkv)[0]
     if keys.cu_seqlens is not None and not q.shape[2]:
-        return gradients
+        return gradients, {}
     if grad_output.stride(-1) != 1:  # e.g. the gradient of `sum` is an expanded scalar
         grad_output = grad_output.contiguous()
     if out.dim() == 3:
@@ -117,14 +117,14 @@ def attention_gradient(
         o, do = (out, grad_output) if len(qkv) == 3 else (out.transpose(1, 2), grad_output.transpose(1, 2))
     call = _call(qkv, lse, keys, scale, terms)
     of_terms = attention.attention_backward(call, o, do, *heads_first(gradients), bias_grad)
-    if terms is None:
-        return gradients
-    if has_tables(terms):
+    if terms is not None and has_tables(terms):
         d_rel = of_terms["rel_h"], of_terms["rel_w"]
         d_q, of_terms["rel_h"], of_terms["rel_w"] = rel_gradients(terms, q, *d_rel)
         heads_first(gradients)[0].add_(d_q)
-    given = {name: getattr(terms, name) for name in term_names(terms, bias_grad)}
-    return gradients + [of_terms[name].sum_to_size(term.shape).to(term.dtype) for name, term in given.items()]
+    for name, grad in of_terms.items():
+        term = getattr(terms, name)
+        of_terms[name] = grad.sum_to_size(term.shape).to(term.dtype)
+    return gradients, of_terms
 
 
 def _call(qkv: Sequence[Tensor], lse: Tensor, keys: Keys, scale: float, terms: ScoreTerms | None) -> AttentionCall:
@@ -161,11 +161,6 @@ def restored_inputs(tensors: Sequence[Any], max_seqlen: int) -> tuple[Keys, Scor
     return Keys(cu_seqlens, max_seqlen, key_mask), ScoreTerms(*terms) if has_terms else None
 
 
-def term_names(terms: ScoreTerms, bias_grad: bool = True) -> list[str]:
-    """Returns the names of the terms whose gradients `attention_gradient` returns."""
-    return [name for name in _WITH_GRADIENT[not bias_grad :] if getattr(terms, name) is not None]
-
-
 def run_attention(qkv: Sequence[Tensor], keys: Keys | None, scale: float, terms: ScoreTerms | None = None) -> Tensor:
     """Calls the operator; for the arguments and the result, see `attention_forward`."""
     tensors, names = [*qkv], []
@@ -188,14 +183,10 @@ def _unpacked(tensors: Sequence[Any], max_seqlen: int, scale: float, words: str)
     return tensors[:count], keys, scale, terms, bias_grad
 
 
-def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    qkv, keys, scale, terms, _ = _unpacked(*args)
-    return attention_forward(qkv, keys, scale, terms)
-
-
 def _gradient(grad_output: Tensor, tensors: Sequence[Tensor], out: Tensor, lse: Tensor, *rest: Any) -> list[Tensor]:
     qkv, *common = _unpacked(tensors, *rest)
-    return attention_gradient(grad_output, qkv, out, lse, *common)
+    gradients, of_terms = attention_gradient(grad_output, qkv, out, lse, *common)
+    return gradients + [of_terms[name] for name in _WITH_GRADIENT if name in of_terms]
 
 
 @functools.lru_cache(4096)
@@ -229,7 +220,8 @@ def _backward(grad_output: Tensor, saved: Sequence[Tensor], rest: Any) -> Sequen
 
 _SETTINGS = "SymInt max_seqlen, float scale, str words"
 _kernel = operator(
-    "attention", f"(Tensor[] tensors, {_SETTINGS}) -> (Tensor, Tensor)", _forward, what="attention",
+    "attention", f"(Tensor[] tensors, {_SETTINGS}) -> (Tensor, Tensor)",
+    lambda *args: attention_forward(*_unpacked(*args)[:-1]), what="attention",
     fake=lambda *args: _new_output(_unpacked(*args)[0])[::2], flop=lambda *args: _flop(*args)[0],
     save=lambda args, output: ((*output, *args[0]), args[1:]), backward=_backward,
 )  # fmt: skip

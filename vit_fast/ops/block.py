@@ -84,7 +84,7 @@ def fused_block(
     if x.dtype not in (torch.float32, dtype):  # do not cast fp32 x: under autocast, the residual stream is fp32
         x = x.to(dtype)
     emit_statistics = next_statistics and residual and x.dtype != torch.float32
-    of_qk, qk, prefix, attended, max_seqlen = _NO_QK, _NO_SETTINGS, 0, _NO_INPUTS, 0
+    of_qk, qk, attended, max_seqlen = _NO_QK, _NO_SETTINGS, _NO_INPUTS, 0
     if tensors.qkv_weight is not None:
         head_dim = tensors.qkv_weight.shape[0] // (3 * heads)
         if attention_scale is None:
@@ -94,7 +94,7 @@ def fused_block(
         if rope is not None:
             rope = checked_rope(rope, (x.shape[0], x.shape[1], 3, heads, head_dim), tensors.qkv_sum is not None)
         if qk_norm is not None or rope is not None:
-            of_qk, qk, prefix = operator_arguments(x, qk_norm, rope)
+            of_qk, qk = operator_arguments(x, qk_norm, rope)
         if keys is not None:
             check_keys(keys, x.shape[0], x.shape[1], x.device)
             if keys.mask is None and x.shape[0] != 1:
@@ -128,7 +128,7 @@ def fused_block(
         norm, activation, qk.norm, qk.over, qk.layout, inner, residual, emit_statistics, saves, dtype, tuple(present)
     )  # fmt: skip
     scale = 1.0 if attention_scale is None else attention_scale
-    outputs = block_kernel(x, statistics, flat, heads, scale, prefix, max_seqlen, *eps, qk.eps, inner_eps, words)
+    outputs = block_kernel(x, statistics, flat, heads, scale, qk.prefix, max_seqlen, *eps, qk.eps, inner_eps, words)
     y8 = None if next_factor is None else outputs[1 + emit_statistics]
     return outputs[0], outputs[1] if emit_statistics else None, y8
 
@@ -145,7 +145,7 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
     if t.qkv_weight is not None:
         head_dim = t.qkv_weight.shape[0] // (3 * s.heads)
         norm_dtype = None if s.saves or t.is_fp8 else s.dtype
-        step = qkv_step(qk, s.qk, s.prefix, x.shape[-2], head_dim, t.qkv_sum is not None, norm_dtype)
+        step = qkv_step(qk, s.qk, x.shape[-2], head_dim, t.qkv_sum is not None, norm_dtype)
     folded = _folded(t, 0 if step is None else step.rope_head, s)
     weights = {} if t.proj_weight is None else {"proj": t.proj_weight}
     if t.fc2_weight is not None and s.inner_norm == "none":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_operator import INPUTS, attention_flop, attention_gradient, restored_inputs, term_names
+from .attention_operator import INPUTS, attention_flop, attention_gradient, restored_inputs
 from .descriptions import BlockTensors, Keys, ScoreTerms, as_matrix
 from .registration import operator, words_of
 from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
@@ -55,7 +55,7 @@ class BlockSettings(NamedTuple):
 
     @property
     def qk(self) -> QkSettings:
-        return QkSettings(self.qk_norm, self.qk_eps, self.over, self.layout)
+        return QkSettings(self.qk_norm, self.qk_eps, self.over, self.layout, self.prefix)
 
 
 SETTINGS = (
@@ -167,9 +167,9 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     if t.qkv_weight is not None:
         d_proj = stream.to(s.dtype) if narrow is None else narrow
         d_mixed = linear.matmul_gradient(d_proj, scaled["proj"]).view(saved.mixed.shape)
-        d_packed, *of_terms = attention_gradient(d_mixed, [saved.qkv], saved.mixed, saved.lse, keys, s.scale, terms)
-        gradients |= dict(zip(term_names(terms), of_terms)) if terms is not None else {}
-        step = qkv_step(qk, s.qk, s.prefix, saved.qkv.shape[1], saved.qkv.shape[-1], False)
+        (d_packed,), of_terms = attention_gradient(d_mixed, [saved.qkv], saved.mixed, saved.lse, keys, s.scale, terms)
+        gradients |= of_terms
+        step = qkv_step(qk, s.qk, saved.qkv.shape[1], saved.qkv.shape[-1], False)
         norm_sums = step.backward(d_packed, saved.before_norm)
         norm_input = NormInput(as_matrix(saved.norm1_input), saved.statistics1)
         d_qkv = as_matrix(d_packed.flatten(2))

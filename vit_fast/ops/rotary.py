@@ -41,12 +41,13 @@ class QkTensors(NamedTuple):
 
 
 class QkSettings(NamedTuple):
-    """Kind (or "none") and epsilon of the q and k norms, `over` of `QkNorm`, and `layout` of `Rope`."""
+    """Kind (or "none") and epsilon of the q and k norms, `over` of `QkNorm`, `layout` and `prefix` of `Rope`."""
 
     norm: str = "none"
     eps: float = 0.0
     over: str = "head"
     layout: str = "half"
+    prefix: int = 0
 
 
 def qk_norm_rope(
@@ -78,20 +79,20 @@ def qk_norm_rope(
     if rope is not None:
         rope = checked_rope(rope, qkv.shape, by_pair=runs_kernel)
     if runs_kernel:
-        tensors, settings, prefix = operator_arguments(qkv, qk_norm, rope)
-        out: Tensor = _forward_kernel(qkv, list(tensors), prefix, *settings)
+        tensors, settings = operator_arguments(qkv, qk_norm, rope)
+        out: Tensor = _forward_kernel(qkv, list(tensors), *settings)
         return out
     return reference.qk_norm_rope(qkv, qk_norm, rope)
 
 
-def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tuple[QkTensors, QkSettings, int]:
-    """Returns qk-norm and rotation as operator arguments, and the number of leading tokens that are not rotated."""
+def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tuple[QkTensors, QkSettings]:
+    """Returns qk-norm and rotation as operator arguments."""
     cos, sin, prefix, layout = rope or (None, None, 0, "half")
-    tensors, settings = QkTensors(cos=cos, sin=sin), QkSettings(layout=layout)
+    tensors, settings = QkTensors(cos=cos, sin=sin), QkSettings(layout=layout, prefix=prefix)
     if qk_norm is not None:
         q, k, over = qk_norm
         tensors = QkTensors(q.weight, q.bias, k.weight, k.bias, cos, sin)
-        settings = QkSettings(q.kind, q.eps, over, layout)
+        settings = QkSettings(q.kind, q.eps, over, layout, prefix)
     reasons = []
     for name, tensor in zip(_ARGUMENTS, tensors):
         if tensor is None:
@@ -102,11 +103,11 @@ def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) 
             reasons.append(f"{name} must not require a gradient: call .detach()")
     if reasons:
         raise UnsupportedInputError(f"{_WHAT} with backend='triton'", reasons)
-    return tensors, settings, prefix
+    return tensors, settings
 
 
 def _kernel_settings(
-    what: str, head_dim: int, tensors: QkTensors, settings: QkSettings, prefix: int, reasons: Sequence[str] = ()
+    what: str, head_dim: int, tensors: QkTensors, settings: QkSettings, reasons: Sequence[str] = ()
 ) -> QkvSettings:
     """Returns `QkvSettings`. Raises UnsupportedInputError if `reasons` is not empty or an argument is unsupported."""
     reasons = [*reasons, *([f"head_dim must be even, got {head_dim}"] if head_dim % 2 else [])]
@@ -121,13 +122,13 @@ def _kernel_settings(
         return None if a is None or b is None else (a.contiguous(), b.contiguous())
 
     q_weight, q_bias, k_weight, k_bias, cos, sin = tensors
-    norm, eps, over, layout = settings
+    norm, eps, over, layout, prefix = settings
     tables = (cos, sin) if cos is not None and sin is not None and can_be_read(cos, sin) else contiguous(cos, sin)
     weights, biases = contiguous(q_weight, k_weight), contiguous(q_bias, k_bias)
     return QkvSettings(weights, biases, tables, norm, eps, over == "width", prefix, layout)
 
 
-def _forward(qkv: Tensor, tensors: Sequence[Tensor | None], prefix: int, *settings: Any) -> Tensor:
+def _forward(qkv: Tensor, tensors: Sequence[Tensor | None], *settings: Any) -> Tensor:
     from ..kernels import rotary
 
     reasons = list(triton_unavailable_reasons(qkv.device))
@@ -135,19 +136,19 @@ def _forward(qkv: Tensor, tensors: Sequence[Tensor | None], prefix: int, *settin
         reasons.append(f"qkv must have at most {MAX_TOKENS} tokens, got {tokens}")
     if qkv.dtype not in DTYPES:
         reasons.append(f"qkv must be float32, float16 or bfloat16, got {qkv.dtype}")
-    made = _kernel_settings(_WHAT, qkv.shape[-1], QkTensors(*tensors), QkSettings(*settings), prefix, reasons)
+    made = _kernel_settings(_WHAT, qkv.shape[-1], QkTensors(*tensors), QkSettings(*settings), reasons)
     return rotary.qk_norm_rope(qkv.contiguous(), made)
 
 
 def _backward(
-    grad_output: Tensor, qkv: Tensor | None, tensors: Sequence[Tensor | None], prefix: int, *settings: Any
+    grad_output: Tensor, qkv: Tensor | None, tensors: Sequence[Tensor | None], *settings: Any
 ) -> list[Tensor]:
     """Returns the gradients of qkv and of the norms' parameters. `qkv` is None without norms."""
     from ..kernels import rotary
 
     qk = QkTensors(*tensors)
     x = None if qkv is None else qkv.contiguous()
-    made = _kernel_settings(_WHAT, grad_output.shape[-1], qk, QkSettings(*settings), prefix)
+    made = _kernel_settings(_WHAT, grad_output.shape[-1], qk, QkSettings(*settings))
     dx, sums = rotary.qk_norm_rope_gradients(grad_output.contiguous(), x, made)
     return [dx, *norm_gradients(sums, qk).values()]
 
@@ -162,7 +163,7 @@ def norm_gradients(sums: Tensor | None, tensors: QkTensors) -> dict[str, Tensor]
 
 def _save(args: Sequence[Any], output: Tensor) -> tuple[Sequence[Tensor | None], Any]:
     qkv, tensors, *rest = args
-    return (None if rest[1] == "none" else qkv, *tensors), rest
+    return (None if rest[0] == "none" else qkv, *tensors), rest
 
 
 def _gradients(grad_output: Tensor, saved: Sequence[Tensor | None], rest: Any) -> Sequence[Tensor | None]:
@@ -172,7 +173,7 @@ def _gradients(grad_output: Tensor, saved: Sequence[Tensor | None], rest: Any) -
     return dx, *(None if tensor is None else next(remaining) for tensor in tensors[:4])
 
 
-_SETTINGS = "Tensor?[] tensors, SymInt prefix, str norm, float eps, str over, str layout"
+_SETTINGS = "Tensor?[] tensors, str norm, float eps, str over, str layout, SymInt prefix"
 _forward_kernel = operator(
     "qk_norm_rope", f"(Tensor qkv, {_SETTINGS}) -> Tensor", _forward, what=_WHAT,
     fake=lambda qkv, *_: qkv.new_empty(qkv.shape), flop=lambda *_: 0, save=_save, backward=_gradients,
@@ -227,7 +228,7 @@ class QkvStep(NamedTuple):
 
 
 def qkv_step(
-    tensors: QkTensors, settings: QkSettings, prefix: int, tokens: int, head_dim: int, is_folded: bool,
+    tensors: QkTensors, settings: QkSettings, tokens: int, head_dim: int, is_folded: bool,
     norm_dtype: torch.dtype | None = None,
 ) -> QkvStep:  # fmt: skip
     """Builds a `QkvStep` for images of `tokens` tokens from the results of `operator_arguments`.
@@ -238,7 +239,7 @@ def qkv_step(
     """
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
 
-    norm, _, over, layout = settings
+    norm, _, over, layout, _ = settings
     if norm == "none" and tensors.cos is None:
         return QkvStep(None, None, 0)
     in_matmul = True
@@ -247,6 +248,6 @@ def qkv_step(
         in_matmul = over == "head" and half and head_dim in NORMED_HEADS
     if tensors.cos is not None:
         in_matmul = in_matmul and tensors.cos.shape[1] == 1 and (layout != "half" or not is_folded)
-    made = _kernel_settings("a block", head_dim, tensors, settings, prefix)
+    made = _kernel_settings("a block", head_dim, tensors, settings)
     rotates = in_matmul and tensors.cos is not None and layout == "half"
     return QkvStep(made, (made, tokens, head_dim) if in_matmul else None, head_dim if rotates else 0)
