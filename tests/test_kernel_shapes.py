@@ -22,7 +22,9 @@ from vit_fast.kernels.attention.attention_policy import AttentionConfig
 from vit_fast.kernels.device import REFERENCE_GPU, Gpu
 from vit_fast.kernels.inspect import attention_tuning, offline
 from vit_fast.kernels.launch import Launch
+from vit_fast.kernels.layer_norm import new_statistics
 from vit_fast.kernels.linear import linear
+from vit_fast.kernels.matmul.forward_epilogues import BranchOutput
 from vit_fast.kernels.matmul.matmul_launch import Matmul, MatmulConfig
 from vit_fast.kernels.matmul.matmul_policy import Problem, best, best_head, config_table
 
@@ -127,9 +129,16 @@ def test_a_partial_wave_gets_its_own_launch() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_two_launches_compute_the_same_as_one(dtype: torch.dtype, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = (150, 64), (80, 64), (80,), (80,), (150, 80)
-    tensors = [torch.randn(shape).to(DEVICE, dtype) for shape in shapes]
-    out8, scale = torch.empty(2, 150, 80, dtype=torch.float8_e4m3fn, device=DEVICE), torch.full((80,), 0.125).to(DEVICE)
-    whole = linear.linear_residual(*tensors, True, out8=out8[0], out_scale=scale)
+    h, weight, bias, scale, residual = [torch.randn(shape).to(DEVICE, dtype) for shape in shapes]
+    factors = torch.full((80,), 0.125).to(DEVICE)
+    whole, cut = (
+        BranchOutput(
+            torch.full_like(residual, torch.nan), residual, new_statistics(150, 80, DEVICE),
+            torch.empty_like(residual, dtype=torch.float8_e4m3fn), bias, scale, factors,
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    linear.linear_residual(h, weight, whole)
     monkeypatch.setattr(linear, "rows_in_whole_waves", lambda matmul: 128)
     config_of, calls = linear.residual_config, []
 
@@ -138,11 +147,11 @@ def test_two_launches_compute_the_same_as_one(dtype: torch.dtype, splits: int, m
         return config_of(matmul)[0], splits if matmul.sizes[0] < 128 else 1
 
     monkeypatch.setattr(linear, "residual_config", config)
-    cut = linear.linear_residual(*tensors, True, out8=out8[1], out_scale=scale)
+    linear.linear_residual(h, weight, cut)
     assert calls == [128, 22]
-    for one, other in zip(whole, cut, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(out8[0].float(), out8[1].float(), rtol=0.13, atol=0.01)
+    torch.testing.assert_close(whole.out, cut.out, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(whole.out_part, cut.out_part, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(whole.out8.float(), cut.out8.float(), rtol=0.13, atol=0.01)
 
 
 SHAPE = (1, 33, 1, 16)

@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from vit_fast.kernels.device import REFERENCE_GPU, gpu_of, reads_descriptors
 from vit_fast.kernels.inspect import offline
+from vit_fast.kernels.layer_norm import new_statistics
 from vit_fast.kernels.linear import linear, weight_matmuls
 from vit_fast.kernels.linear.scaled_weights import in_dtype, scaled_weights
 from vit_fast.kernels.linear.weight_matmuls import weight_matmuls_launch
@@ -64,6 +65,15 @@ def _branch(M: int, C: int, dtype: torch.dtype, stream: torch.dtype) -> tuple[Te
     return h, weight, bias, scale, residual
 
 
+def _computed(
+    h: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, residual: Tensor, statistics: bool
+) -> BranchOutput:
+    part = new_statistics(*residual.shape, DEVICE).fill_(torch.nan) if statistics else None
+    output = BranchOutput(torch.full_like(residual, torch.nan), residual, part, bias=bias, scale=scale)
+    linear.linear_residual(h, weight, output)
+    return output
+
+
 def _formula(tensors: tuple[Tensor | None, ...], precision: torch.dtype) -> Tensor:
     h, weight, bias, scale, residual = (None if t is None else t.to(precision) for t in tensors)
     assert h is not None and weight is not None
@@ -85,14 +95,12 @@ def test_residual_with_and_without_split_k(
     epilogue = residual_epilogue(BranchOutput(tensors[4], tensors[4])) if splits == 1 else partial_epilogue(tensors[4])
     config = matmul_config(Matmul(tensors[0], tensors[1], epilogue, b_is_nk=True))
     monkeypatch.setattr(linear, "residual_config", lambda matmul: (config, splits))
-    out, statistics = linear.linear_residual(*tensors, statistics=stream is None)
-    assert out.dtype == (stream or dtype)
+    out, _, statistics, *_ = _computed(*tensors, stream is None)
     eager = _formula(tensors, stream or dtype)
     assert_as_exact_as_eager("out", out, eager, _formula(tensors, torch.float64), FORWARD_FACTOR)
     if statistics is not None:
         torch.testing.assert_close(statistics, statistics_of(out))
-    again, _ = linear.linear_residual(*tensors, statistics=stream is None)
-    assert torch.equal(out, again)
+    assert torch.equal(out, _computed(*tensors, stream is None).out)
 
 
 @pytest.mark.each_value
@@ -103,8 +111,8 @@ def test_statistics_do_not_depend_on_sub_tiles(C: int, sub_tiles: int, monkeypat
     config = MatmulConfig(64, 64 * sub_tiles if sub_tiles < 4 else 128, 32, sub_tiles=sub_tiles)
     monkeypatch.setattr(linear, "residual_config", lambda operands: (config, 1))
     tensors = _branch(70, C, torch.float16, torch.float16)
-    out, part = linear.linear_residual(*tensors, statistics=True)
-    torch.testing.assert_close(part, statistics_of(out))
+    output = _computed(*tensors, True)
+    torch.testing.assert_close(output.out_part, statistics_of(output.out))
 
 
 @pytest.mark.each_value

@@ -132,29 +132,6 @@ def _common_alignment(*tensors: Tensor) -> int:
     return math.gcd(16, *used)
 
 
-def looped_launch(
-    kernel: Any, call: AttentionCall, own: Mapping[str, Tensor], streamed: Mapping[str, Tensor],
-    config: AttentionConfig, args: Mapping[str, Any], *, matmuls: int, tails: int = 1, **constants: Any,
-) -> Launch:  # fmt: skip
-    """Returns the launch of a kernel that loops over tiles of `streamed`. For the arguments, see `tiled_launch`.
-
-    For fixed inputs, the loop takes full tiles, and at most `tails` tiles cover the remaining rows.
-    """
-    block, step = (config.block_m, config.block_n) if "q" in own else (config.block_n, config.block_m)
-    length, fixed = next(iter(streamed.values())).shape[2], call.form == "fixed"
-    rest = length % step if fixed else 0
-    tail = (*cover(rest, step, tails), 0, 0)[:2]
-    loop = block, step, length >= step and fixed, *tail, sum(tail) != rest, config.num_stages
-    limits = (
-        call.sequences, None if call.sequences is None else unspecialized(call.sequences.shape[0]),
-        call.key_mask, None if call.key_mask is None else 16 * call.key_mask.stride(0),
-    )  # fmt: skip
-    return tiled_launch(
-        kernel, call, own, streamed, config, {**args, "limits": limits}, block=block, pieces=(step, *tail[:tails]),
-        matmuls=matmuls, LOOP=loop, **constants,
-    )  # fmt: skip
-
-
 def tiled_launch(
     kernel: Any, call: AttentionCall, own: Mapping[str, Tensor], streamed: Mapping[str, Tensor],
     config: AttentionConfig, args: Mapping[str, Any], *, block: int, pieces: Sequence[int], matmuls: int,
@@ -190,4 +167,27 @@ def tiled_launch(
         kernel, batch * heads * per_head, args, {"FORM": form, **constants}, num_warps=config.num_warps,
         num_stages=config.num_stages, maxnreg=config.maxnreg, flop=2.0 * matmuls * call.lse.numel() * n_kv * head_dim,
         device=rows.device,
+    )  # fmt: skip
+
+
+def looped_launch(
+    kernel: Any, call: AttentionCall, own: Mapping[str, Tensor], streamed: Mapping[str, Tensor],
+    config: AttentionConfig, args: Mapping[str, Any], *, matmuls: int, tails: int = 1, **constants: Any,
+) -> Launch:  # fmt: skip
+    """Returns the launch of a kernel that loops over tiles of `streamed`. For the arguments, see `tiled_launch`.
+
+    For fixed inputs, the loop takes full tiles, and at most `tails` tiles cover the remaining rows.
+    """
+    block, step = (config.block_m, config.block_n) if "q" in own else (config.block_n, config.block_m)
+    length, fixed = next(iter(streamed.values())).shape[2], call.form == "fixed"
+    rest = length % step if fixed else 0
+    tail = (*cover(rest, step, tails), 0, 0)[:2]
+    loop = block, step, length >= step and fixed, *tail, sum(tail) != rest, config.num_stages
+    limits = (
+        call.sequences, None if call.sequences is None else unspecialized(call.sequences.shape[0]),
+        call.key_mask, None if call.key_mask is None else 16 * call.key_mask.stride(0),
+    )  # fmt: skip
+    return tiled_launch(
+        kernel, call, own, streamed, config, {**args, "limits": limits}, block=block, pieces=(step, *tail[:tails]),
+        matmuls=matmuls, LOOP=loop, **constants,
     )  # fmt: skip

@@ -36,35 +36,29 @@ from .linear import run_matmul
 
 
 def hidden_linear_residual(
-    h: Tensor, part: Tensor | None, folded: FoldedLinear, eps: float, scale: Tensor | None, residual: Tensor | None,
-    out_part: Tensor | None, dtype: torch.dtype, training: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """Returns [residual +] scale (norm(h) W^T + b) [M, C] in `dtype`, and for the backward y' - c and statistics of h.
+    h: Tensor, part: Tensor | None, folded: FoldedLinear, eps: float, output: BranchOutput, training: bool
+) -> tuple[Tensor | None, Tensor]:
+    """Computes `output` without its bias, which `folded` replaces; returns y' - c and statistics of h for the backward.
 
-    y' - c is [M, C] in `dtype`, or None without `training`. The statistics are mean and rstd of h, fp32 [2, M], valid
-    only with `training`. In half precision, a negative rstd marks a constant row (`layer_norm.py`).
+    y' - c has the shape and dtype of `output.out`, and is None without `training`. The statistics are mean and rstd of
+    h, fp32 [2, M], valid only with `training`. In half precision, a negative rstd marks a constant row
+    (`layer_norm.py`).
 
     Args:
         part: LayerNorm statistics of h (`row_parts.py`); None for fp32 h, which an extra kernel normalizes.
         eps: Epsilon of the norm.
-        out_part: Output: LayerNorm statistics of the result.
     """
-    M, C = h.shape[0], folded.weight.shape[0]
-    out = torch.empty(M, C, dtype=dtype, device=h.device)
-    scale = None if scale is None else scale.contiguous()
-    branch = torch.empty_like(out) if training else None
-    statistics = torch.empty(2, M, dtype=torch.float32, device=h.device)
-    source = h
+    branch = torch.empty_like(output.out) if training else None
+    statistics = torch.empty(2, h.shape[0], dtype=torch.float32, device=h.device)
+    source, norm = h, FoldedNorm()
     if part is None:
-        source = torch.empty_like(h)
-        rms = folded.weight_sum is None
+        source, rms = torch.empty_like(h), folded.weight_sum is None
         normalize_launch(h, eps, statistics[1], source, rms, statistics[0] if training else None).run()
-    norm = FoldedNorm()
-    if part is not None:
+    else:
         norm = FoldedNorm(part, statistics if training else None, folded.weight_sum, eps)
-    output = BranchOutput(out, residual, out_part, bias=folded.shift, scale=scale)
-    run_matmul(Matmul(source, folded.weight, residual_epilogue(output, norm, branch), b_is_nk=True))
-    return out, branch, statistics
+    epilogue = residual_epilogue(output._replace(bias=folded.shift), norm, branch)
+    run_matmul(Matmul(source, folded.weight, epilogue, b_is_nk=True))
+    return branch, statistics
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..device import gpu_of, starts_early
 from ..launch import ceil_div
-from ..layer_norm import NormInput, layer_norm_statistics_launch, new_statistics
+from ..layer_norm import NormInput, layer_norm_statistics_launch
 from ..matmul import forward_epilogues as forward
 from ..matmul.forward_epilogues import BranchOutput, FoldedNorm
 from ..matmul.gradient_epilogues import activation_grad_epilogue, layer_norm_grad_epilogue
@@ -64,40 +64,22 @@ def layer_norm_linear(
     return out, out if z is None else z, x if statistics is None else NormInput(x.source, statistics)
 
 
-def linear_residual(
-    h: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, residual: Tensor | None,
-    statistics: bool = False, dtype: torch.dtype | None = None, out8: Tensor | None = None,
-    out_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Returns y = [residual +] scale (h W^T + b) [M, C], and the LayerNorm statistics of y (`row_parts.py`) or None.
-
-    Args:
-        residual: [M, C], fp32 or half precision; y has the dtype of the residual.
-        statistics: Also return LayerNorm statistics; y must be half precision.
-        dtype: Dtype of y if there is no residual; None means the dtype of h.
-        out8: Output: y in e4m3 [M, C].
-        out_scale: For out8: reciprocal scales, which multiply y before rounding to e4m3, fp32 [C].
-    """
-    M, C = h.shape[0], weight.shape[0]
-    bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, scale))
-    dtype = dtype or h.dtype if residual is None else residual.dtype
-    row_part = new_statistics(M, C, h.device) if statistics else None
-    out = torch.empty(M, C, dtype=dtype, device=h.device)
-    whole = BranchOutput(out, residual, row_part, out8, bias, scale, out_scale)
-    matmul = Matmul(h, weight, forward.residual_epilogue(whole), b_is_nk=True)
+def linear_residual(h: Tensor, weight: Tensor, output: BranchOutput) -> None:
+    """Computes `output` for the inputs h [M, K] and the weight [C, K] of a linear layer."""
+    M = h.shape[0]
+    matmul = Matmul(h, weight, forward.residual_epilogue(output), b_is_nk=True)
     first = rows_in_whole_waves(matmul)
     for rows in (slice(0, first), slice(first, M)) if first < M else (slice(0, M),):
-        output = whole if first == M else whole.of_rows(rows)
+        own = output if first == M else output.of_rows(rows)
         if first < M:
-            matmul = Matmul(h[rows], weight, forward.residual_epilogue(output), b_is_nk=True)
+            matmul = Matmul(h[rows], weight, forward.residual_epilogue(own), b_is_nk=True)
         config, splits = residual_config(matmul)
         if splits == 1:
             matmul_launch(matmul, config).run()
         else:
-            part = torch.empty(splits, *output.out.shape, dtype=torch.float32, device=out.device)
+            part = torch.empty(splits, *own.out.shape, dtype=torch.float32, device=h.device)
             matmul_launch(replace(matmul, epilogue=forward.partial_epilogue(part)), config, splits).run()
-            finish_residual_launch(part, output, dependent=starts_early(gpu_of(out.device).arch)).run()
-    return out, row_part
+            finish_residual_launch(part, own, dependent=starts_early(gpu_of(h.device).arch)).run()
 
 
 def activation_gradient(
@@ -124,7 +106,7 @@ def activation_gradient(
         activation_grad_epilogue, out, z, h, folded.shift, None if x.mean is None else x.statistics, scaled.factor,
         hidden, along, activation, gated,
     )  # fmt: skip
-    config = matmul_config(Matmul(grad, scaled.weight, made()))
+    config = matmul_config(Matmul(grad, scaled.weight, made()))  # determines the number of partial sums
     row_part = torch.empty(M, ceil_div(F, config.sub_tile_width), dtype=torch.float32, device=z.device)
     column_part = torch.empty(ceil_div(M, config.block_m), 2, width, dtype=torch.float32, device=z.device)
     matmul_launch(Matmul(grad, scaled.weight, made(row_part, column_part)), config).run()

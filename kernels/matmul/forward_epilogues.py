@@ -323,9 +323,9 @@ def add_residual(
 
 
 class BranchOutput(NamedTuple):
-    """The output of a linear layer before a residual, and its vectors."""
+    """out = [residual +] [scale] (acc + bias), and what is computed from it or for it; all tensors are contiguous."""
 
-    out: Tensor  # [M, N], fp32 or half precision
+    out: Tensor  # output: [M, N], fp32 or half precision
     residual: Tensor | None = None  # [M, N], in the dtype of out
     out_part: Tensor | None = None  # output: partial LayerNorm statistics of out, fp32 [M, 2, parts] (row_parts.py)
     out8: Tensor | None = None  # output: [M, N] e4m3

@@ -46,6 +46,7 @@ from .rotary import QkSettings, QkTensors, operator_arguments, qkv_step
 if TYPE_CHECKING:
     from ..kernels.layer_norm import NormInput
     from ..kernels.linear.folding import FoldedLinear
+    from ..kernels.matmul.forward_epilogues import BranchOutput
 
 _NO_QK, _NO_SETTINGS, _NO_INPUTS = QkTensors(), QkSettings(), inputs_of(None, None)
 
@@ -166,18 +167,32 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
         saved |= {"qkv": ready, "mixed": mixed, "lse": lse, "before_norm": before}
         # before fc1, fp32 tokens need no statistics, because a separate kernel normalizes them
         statistics_too = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32
-        y8 = None if t.fc1_factor is None else torch.empty_like(tokens, dtype=E4M3)
-        y, emitted = linear.linear_residual(
-            as_matrix(mixed.flatten(2)), weights["proj"], t.proj_bias, t.scale1, tokens if s.residual else None,
-            statistics_too, _output_dtype(x.dtype, t._replace(fc1_weight=None), s), y8, t.fc1_factor,
-        )  # fmt: skip
+        dtype = _output_dtype(x.dtype, t._replace(fc1_weight=None), s)
+        output = _branch_output(tokens, t.proj_bias, t.scale1, statistics_too, dtype, t.fc1_factor, s)
+        linear.linear_residual(as_matrix(mixed.flatten(2)), weights["proj"], output)
+        y, emitted, y8 = output.out, output.out_part, output.out8
     if t.fc1_weight is not None:
         norm_input = _norm_input(y, emitted, y8, t.fc1_factor, s.eps2, folded["fc1"], s)
-        y8 = None if next_factor is None else torch.empty_like(tokens, dtype=E4M3)
-        y, emitted = _mlp(y, norm_input, folded, weights.get("fc2"), t, y8, next_factor, saved, s)
+        output = _mlp(y, norm_input, folded, weights.get("fc2"), t, next_factor, saved, s)
+        y, emitted, y8 = output.out, output.out_part, output.out8
     outputs = [y.view(x.shape), *([] if emitted is None or not s.next_statistics else [emitted])]
     outputs += [] if next_factor is None or y8 is None else [y8.view(x.shape)]
     return outputs + [saved[name] for name in _new_names(x, s)]
+
+
+def _branch_output(
+    tokens: Tensor, bias: Tensor | None, scale: Tensor | None, statistics: bool, dtype: torch.dtype,
+    next_factor: Tensor | None, s: BlockSettings,
+) -> BranchOutput:  # fmt: skip
+    from ..kernels import layer_norm
+    from ..kernels.matmul.forward_epilogues import BranchOutput
+
+    M, C = tokens.shape
+    out, residual = torch.empty_like(tokens, dtype=dtype), tokens if s.residual else None
+    part = layer_norm.new_statistics(M, C, tokens.device) if statistics else None
+    out8 = None if next_factor is None else torch.empty_like(tokens, dtype=E4M3)
+    bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, scale))
+    return BranchOutput(out, residual, part, out8, bias, scale, next_factor)
 
 
 def _norm_input(
@@ -200,12 +215,12 @@ def _norm_input(
 
 def _mlp(
     tokens: Tensor, norm_input: NormInput, folded: dict[str, FoldedLinear], fc2: Tensor | None, t: BlockTensors,
-    out8: Tensor | None, out_factor: Tensor | None, saved: dict[str, Any], s: BlockSettings,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    next_factor: Tensor | None, saved: dict[str, Any], s: BlockSettings,
+) -> BranchOutput:  # fmt: skip
     from ..kernels import layer_norm
     from ..kernels.linear import hidden_norm, linear
 
-    fc1, (C, F) = folded["fc1"], t.fc2_weight.shape
+    fc1, F = folded["fc1"], t.fc2_weight.shape[1]
     gated, part = fc1.shift.shape[0] != F, None
     if fc2 is None and s.dtype != torch.float32:  # a norm before fc2
         part = layer_norm.new_statistics(tokens.shape[0], F, tokens.device)
@@ -215,16 +230,14 @@ def _mlp(
     )  # fmt: skip
     if s.saves:
         saved |= {"norm2_input": normed.source, "statistics2": normed.statistics, "z": z}
-    dtype, base = _output_dtype(tokens.dtype, t, s), tokens if s.residual else None
+    dtype = _output_dtype(tokens.dtype, t, s)
+    output = _branch_output(tokens, t.fc2_bias, t.scale2, s.next_statistics, dtype, next_factor, s)
     if fc2 is not None:
-        return linear.linear_residual(h, fc2, t.fc2_bias, t.scale2, base, s.next_statistics, dtype, out8, out_factor)
-    emitted = layer_norm.new_statistics(tokens.shape[0], C, tokens.device) if s.next_statistics else None
-    y, branch, hidden = hidden_norm.hidden_linear_residual(
-        h, part, folded["fc2"], s.inner_eps, t.scale2, base, emitted, dtype, s.saves
-    )
-    if s.saves:
-        saved |= {"branch": branch, "hidden": hidden}
-    return y, emitted
+        linear.linear_residual(h, fc2, output)
+    else:
+        branch, hidden = hidden_norm.hidden_linear_residual(h, part, folded["fc2"], s.inner_eps, output, s.saves)
+        saved |= {"branch": branch, "hidden": hidden} if s.saves else {}
+    return output
 
 
 def _output_dtype(stream: torch.dtype, t: BlockTensors, s: BlockSettings) -> torch.dtype:
