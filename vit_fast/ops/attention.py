@@ -272,11 +272,13 @@ def attend_as_torch(backend: str, query: Tensor, key: Tensor, value: Tensor, *ar
         inputs = as_attention(query, key, value, *args, **kwargs) if allowed else None
         if inputs is not None:
             qkv, key_mask, terms, factor = inputs
+            shape = *query.shape[:-1], value.shape[-1]
             if backend == "eager":
-                return reference.attention(*qkv, scale=factor, key_mask=key_mask, terms=terms).view(query.shape)
+                y = reference.attention(*qkv, scale=factor, key_mask=key_mask, terms=terms)
+                return y[..., : shape[-1]].reshape(shape)
             if not unsupported_reasons(*qkv, factor):
                 keys = None if key_mask is None else Keys(mask=key_mask)
-                return run_attention(qkv, keys, factor, terms).view(query.shape)
+                return run_attention(qkv, keys, factor, terms)[..., : shape[-1]].reshape(shape)
     return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
 
@@ -286,7 +288,7 @@ def as_attention(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, ScoreTerms | None, float] | None:  # fmt: skip
     """Returns q, k, v [B, H, N, D], key mask, bias and scale of a call of torch's function.
 
-    Returns None if `attention` cannot compute the call.
+    D is the larger width of q and v; zeros fill missing channels. Returns None if `attention` cannot compute the call.
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     # Calls with nested tensors, subclasses such as DTensor, or torch.fx Proxies run torch's function. Check the tensors
@@ -298,13 +300,16 @@ def as_attention(
         return None
     by_batch = [each[None] if each.dim() == 3 else each.flatten(0, -4) for each in (query, key, value)]
     q, k, v = (each.to(matmul_dtype(each)) for each in by_batch)  # like SDPA under autocast
+    if q.shape[-1] == k.shape[-1] != v.shape[-1]:  # zeros change neither the scores nor the other channels
+        width = max(q.shape[-1], v.shape[-1])
+        q, k, v = (F.pad(each, (0, width - each.shape[-1])) for each in (q, k, v))
     if _mismatch((q, k, v), _BATCH):
         return None
     key_mask = None if attn_mask is None else key_mask_of(attn_mask, q, k)
     terms = None if attn_mask is None or key_mask is not None else bias_of_mask(attn_mask, q, k)
     if attn_mask is not None and key_mask is None and terms is None:
         return None
-    return (q, k, v), key_mask, terms, softmax_scale(q, scale)
+    return (q, k, v), key_mask, terms, softmax_scale(query, scale)
 
 
 def _mismatch(qkv: Sequence[Tensor], shape: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,8 +84,8 @@ def _spelled(softmax: fx.Node) -> Core:
             raise UnreadableError(f"its attention weights are changed after the softmax ({name_of(weights)})")
     if any(len(node.users) != 1 for node in nodes[:-1]):
         raise UnreadableError("its scores are used more than once")
-    q, k, of_q, of_k, of_scores = _product(scores)
-    first, v, of_weights, of_v, out = _product(weights)
+    q, k, of_q, of_k, of_scores = labels_of(name_of(scores), scores.args, value_of)
+    first, v, of_weights, of_v, out = labels_of(name_of(weights), weights.args, value_of)
     dim, n, m, d = _argument(softmax, 1, "dim"), of_q[-2], of_scores[-1], of_q[-1]
     if dim not in (-1, len(of_scores) - 1):
         raise UnreadableError("its softmax is not over the keys")
@@ -99,12 +99,14 @@ def _spelled(softmax: fx.Node) -> Core:
     return Core(q, k, v, scale, order, transposes, tuple(nodes))
 
 
-def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, str, str, str]:
+def labels_of(
+    name: str, args: Sequence[Any], value_of: Callable[[Any], Any] = lambda each: each
+) -> tuple[Any, Any, str, str, str]:
     """Returns both operands of a product of batches, and the labels of the dimensions of operands and output."""
-    equation, operands = node.args[0], node.args[1:]
-    if name_of(node) != "einsum":
-        batch = "ABCDEFG"[: value_of(node).dim() - 2]
-        equation, operands = f"{batch}nd,{batch}dm->{batch}nm", node.args
+    equation, operands = args[0], args[1:]
+    if name != "einsum":
+        batch = "ABCDEFG"[: len(value_of(args[0]).shape) - 2]
+        equation, operands = f"{batch}nd,{batch}dm->{batch}nm", args
     found = re.fullmatch(r"([a-zA-Z]{3,}),([a-zA-Z]{3,})->([a-zA-Z]{3,})", str(equation).replace(" ", ""))
     shapes = [value_of(each).shape for each in operands if value_of(each) is not None]
     if found is None or len(shapes) != 2 or [len(found[1]), len(found[2])] != [len(each) for each in shapes]:
@@ -113,7 +115,7 @@ def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, str, str, str]:
     for label, size in (*zip(found[1], shapes[0]), *zip(found[2], shapes[1])):
         if not is_same_shape([sizes.setdefault(label, size)], [size]):
             raise UnreadableError("its heads share keys, or its products broadcast")
-    return operands[0], operands[1], found[1], found[2], found[3]  # type: ignore[return-value]
+    return operands[0], operands[1], found[1], found[2], found[3]
 
 
 def value_of(node: Any) -> Any:

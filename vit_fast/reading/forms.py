@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..blocks.block import parts_of, run_attention, run_halves
 from ..blocks.fused import Finding, FusedModule, FusedNormMlp
@@ -17,14 +16,12 @@ from ..blocks.outlines import Node, attached
 from ..blocks.packed import packed_for, run_packed
 from ..blocks.parts import Argument, AttentionParts, BlockParts, Derived, MlpParts, origins
 from ..blocks.reading import Reader
-from ..ops.attention import attend_as_torch
-from ..ops.registration import matmul_dtype, needs_gradient
+from ..ops.registration import in_transform, is_exporting, matmul_dtype, needs_gradient
 from .arguments import Ties, bound, fits
 from .calls import Call, Kind, attributes_of, drop_slots, state_of, structure_of
 from .matcher import Reading, WithLayout
 from .proof import Dtypes, slots_of
-
-SDPA = torch._C._nn.scaled_dot_product_attention  # torch.nn.functional's, which other libraries may replace
+from .scores import Attends
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Created(FusedModule):
 
 
 class CoreModule(Created):
-    """A module whose calls of torch's scaled_dot_product_attention run with the backend; the rest stays the same."""
+    """A module whose attention cores run with the backend; the rest stays the same."""
 
     kind = "attention core"
 
@@ -71,21 +68,9 @@ class CoreModule(Created):
         return True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_exporting() or in_transform():
             return super().forward(*args, **kwargs)
-        with _Attends(self.vit_fast_backend):
-            return super().forward(*args, **kwargs)
-
-
-class _Attends(TorchFunctionMode):
-    def __init__(self, backend: str) -> None:
-        super().__init__()
-        self.backend = backend
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is SDPA:
-            return attend_as_torch(self.backend, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return Attends.run(self.vit_fast_backend, super().forward, *args, **kwargs)
 
 
 class ReadModule(Created, FusedNormMlp):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import inspect
@@ -21,7 +22,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..ops.attention import as_attention
 from .calls import Call
 from .capture import UnreadableError
-from .forms import SDPA, Recipe, hidden_name
+from .forms import Recipe, hidden_name
+from .scores import SDPA, Follower
 
 TEXT_LENGTH = 8  # tokens, for models that get text and images
 _SOFTMAX = {"_softmax", "_safe_softmax"}  # their inputs may be no scores, e.g. of a router
@@ -62,7 +64,7 @@ class Found:
     cores: Counter[nn.Module] = field(default_factory=Counter)  # softmax attention computed in a module
     own: Counter[nn.Module] = field(default_factory=Counter)  # of these, not in one of its submodules
     mlps: Counter[nn.Module] = field(default_factory=Counter)  # linear layers of activations, not in a submodule
-    # head_dim of the cores that a module computes by torch's function and `attention` can compute
+    # head_dim of the cores of a module that `attention` can compute
     widths: dict[nn.Module, list[int]] = field(default_factory=dict)
 
     def width_of_cores(self, module: nn.Module) -> int | None:
@@ -87,6 +89,7 @@ class _Recorder(TorchDispatchMode):
         self.records: dict[nn.Module, Record] = {}
         self.found, self.model = found, model
         self.computed: Counter[nn.Module] = Counter()  # elements, by module whose forward runs
+        self.follower = Follower()
         self.origins: Any = WeakTensorKeyDictionary()  # of tensors; see `_origin`
         for tensor in (*model.parameters(), *model.buffers()):
             self.origins[tensor] = "parameter", []
@@ -135,8 +138,12 @@ class _Recorder(TorchDispatchMode):
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.stack.pop()
         computed = self.computed.pop(module, 0)
-        if module in self.records:
-            return
+        self.follower.use(output, "returned", only=True)
+        if module not in self.records:
+            with torch._C.DisableTorchFunction():
+                self._record(module, args, kwargs, output, computed)
+
+    def _record(self, module: nn.Module, args: Any, kwargs: Any, output: Any, computed: int) -> None:
         try:
             call, tensors = Call.of(args, kwargs, output)
         except UnreadableError as error:
@@ -150,21 +157,24 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Records the calls of torch's scaled_dot_product_attention that `attention` can compute."""
+    """Records the attention cores that `attention` can compute."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is SDPA and self.recorder.stack and as_attention(*args, **(kwargs or {})) is not None:
-            widths = self.recorder.found.widths.setdefault(self.recorder.stack[-1], [])
+        stack, output = self.recorder.stack, func(*args, **(kwargs or {}))
+        if func is SDPA and stack and as_attention(*args, **(kwargs or {})) is not None:
+            widths = self.recorder.found.widths.setdefault(stack[-1], [])
             widths.append((args[0] if args else kwargs["query"]).shape[-1])
-        return func(*args, **(kwargs or {}))
+        elif stack and not torch.compiler.is_compiling():  # e.g. FlexAttention, which compiles itself
+            self.recorder.follower.see(stack[-1], func, args, kwargs or {}, output)
+        return output
 
 
 def recorded(model: nn.Module, example: Any, found: Found) -> dict[nn.Module, Record]:
-    """Runs the model in evaluation mode on at most two images."""
+    """Runs the model in evaluation mode; the attributes of its modules stay the same."""
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     if isinstance(example, dict):
@@ -172,10 +182,13 @@ def recorded(model: nn.Module, example: Any, found: Found) -> dict[nn.Module, Re
     else:
         args = example if isinstance(example, tuple) else (example,)
     _load_dynamo()
-    recorder, modes = _Recorder(model, found), [(part, part.training) for part in model.modules()]
+    recorder = _Recorder(model, found)
     with ExitStack() as undo:
-        for part, mode in modes:
-            undo.callback(setattr, part, "training", mode)
+        for part in list(model.modules()):
+            undo.callback(_restore, vars(part), copy.copy(vars(part)))
+            for held in vars(part).values():
+                if type(held) in (dict, list, set):  # e.g. a cache of biases that forward computes
+                    undo.callback(_restore, held, copy.copy(held))
             part.training = False
             undo.callback(part.register_forward_pre_hook(recorder.enter, with_kwargs=True).remove)
             undo.callback(part.register_forward_hook(recorder.leave, with_kwargs=True).remove)
@@ -189,6 +202,9 @@ def recorded(model: nn.Module, example: Any, found: Found) -> dict[nn.Module, Re
             _Functions(recorder),
         ):
             model(*args, **kwargs)
+    for part, scores, width in recorder.follower.cores:
+        if not scores.others:
+            found.widths.setdefault(part, []).append(width)
     return recorder.records
 
 
@@ -201,6 +217,11 @@ def _load_dynamo() -> None:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _restore(held: Any, before: Any) -> None:
+    held.clear()
+    (held.extend if isinstance(held, list) else held.update)(before)
 
 
 def examples_of(model: nn.Module) -> Iterator[Any]:
