@@ -116,9 +116,10 @@ class Marked(torch.Tensor):
 
 def test_the_kernel_runs_only_what_it_supports(kernel_calls: list[str]) -> None:
     q, k, v = _qkv()
-    for more in (q, k, v), (q[0], k[0], v[0]), (q[None], k[None], v[None]):
+    wide = torch.cat((v, v[..., :4]), -1)
+    for more in (q, k, v), (q[0], k[0], v[0]), (q[None], k[None], v[None]), (q, k, v[..., :16]), (q, k, wide):
         _agrees(*more)
-    assert len(kernel_calls) == 3
+    assert len(kernel_calls) == 5
     for inputs, options in (
         ((q, k, v), {"attn_mask": torch.ones(5, 9, dtype=torch.bool, device=DEVICE).tril(3)}),
         ((q, k, v), {"is_causal": True}),
@@ -127,14 +128,13 @@ def test_the_kernel_runs_only_what_it_supports(kernel_calls: list[str]) -> None:
         ((q[..., :8], k[..., :8], v[..., :8]), {}),
         ((q[..., :0], k[..., :0], v[..., :0]), {}),
         ((q[None], k[None], v[None]), {"attn_mask": torch.ones(5, 9, dtype=torch.bool, device=DEVICE).tril(3)}),
-        ((q, k, v[..., :16]), {}),
         ((torch.randn(2, 4, 5, 32, device=DEVICE), k, v), {"enable_gqa": True}),
         ((q.double(), k.double(), v.double()), {}),
     ):
         _agrees(*inputs, **options)
     marked = ours(*(tensor.as_subclass(Marked) for tensor in (q, k, v)))
     _close(marked.as_subclass(Tensor), F.scaled_dot_product_attention(q, k, v))
-    assert len(kernel_calls) == 3
+    assert len(kernel_calls) == 5
 
 
 def test_key_padding_masks_run_the_kernel(kernel_calls: list[str]) -> None:
