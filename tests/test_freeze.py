@@ -11,12 +11,14 @@ import pytest
 import torch
 from fused_models import SUBJECTS, gradients, tiny_timm, vitpose_subject
 from mlp_support import DEVICE
+from spellings import Net, NormedBranch, NormedResidual, Parallel, PostNorm, Residual
 from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.blocks.fp8_scales import FrozenFp8
 from vit_fast.blocks.packed import Packed
 from vit_fast.fusion.fuse import frozen_of
+from vit_fast.kernels.linear import folding
 from vit_fast.model import VisionTransformer
 from vit_fast.ops.packed_linear import PackedLinear
 
@@ -294,3 +296,39 @@ def test_gradients_are_those_of_the_modules(model: nn.Module) -> None:
     leaf = inputs["images"].clone().requires_grad_()
     model.requires_grad_(False)(leaf).sum().backward()
     assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+
+
+class Halves(PostNorm):
+    """Two halves, each read on its own."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.attention = Residual(width, self.attention)
+        self.mlp, self.conv = Residual(width, self.mlp), nn.Conv1d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x)
+        return self.mlp(x + self.conv(x.mT).mT)
+
+
+@pytest.mark.parametrize(
+    "block", [PostNorm, NormedBranch, NormedResidual, Parallel, Halves], ids=lambda cls: cls.__name__
+)
+def test_halves_that_run_apart_are_folded_once(block: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    original = Net(block, depth=1, heads=2).eval().to(DEVICE)
+    model, x = copy.deepcopy(original), torch.randn(2, 3, 12, 8, device=DEVICE)
+    vit_fast.fuse(model, "triton", example=x).require_all()
+    assert len(vit_fast.freeze(model)) == len(frozen_of(model)) == 1 + (block is Halves)
+
+    def compare() -> None:
+        torch.testing.assert_close(model(x), original(x), rtol=1e-3, atol=1e-3)
+
+    compare()  # gradients need the parameters
+    with torch.no_grad():
+        for net in (model, original):
+            for parameter in net.layers.parameters():
+                parameter.mul_(1.5)
+        compare()
+        monkeypatch.setattr(folding, "fold_linears", None)
+        compare()

@@ -113,6 +113,41 @@ def test_launches_per_block(environment: dict[str, str]) -> None:
             assert [a - (b - a) / 2 for a, b in zip(shallow, deep)] == [1, 1, 1], "of a model"
 
 
+_HALVES = """
+import json
+import torch
+import vit_fast
+from spellings import Net, NormedResidual, Parallel, PostNorm
+from vit_fast.kernels import plan
+from vit_fast.kernels.inspect import stand_in_driver
+driver = stand_in_driver.install("sm_90")
+counts = {}
+for block in (PostNorm, NormedResidual, Parallel):
+    model, images = Net(block, depth=1, width=64, heads=2).bfloat16().eval(), torch.randn(2, 3, 16, 16).bfloat16()
+    vit_fast.fuse(model, "triton", example=images).require_all()
+    made = counts[block.__name__] = []
+    for frozen in (False, True):
+        assert not frozen or len(vit_fast.freeze(model)) == 1
+        for _ in range(2):
+            before = driver.counters().launches
+            with torch.no_grad():
+                model(images)
+        made.append(driver.counters().launches - before)
+assert driver.violations() == [] and None not in plan.plans()
+print(json.dumps(counts))
+"""
+
+
+@pytest.mark.slow
+def test_launches_of_halves_that_run_apart(environment: dict[str, str]) -> None:
+    """Frozen: three launches for attention, two for the MLP, and one for the statistics of each folded norm.
+
+    Otherwise, each half folds its weights. Attention without a norm is one launch, and its linear layers are torch's.
+    """
+    counts = json.loads(run_python(["-c", _HALVES], environment))
+    assert counts == {"PostNorm": [4, 5], "NormedResidual": [8, 6], "Parallel": [9, 7]}
+
+
 def test_a_plan_launches_on_the_gpu_of_its_tensors(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = SimpleNamespace(get_current_device=torch.cuda.current_device, get_current_stream=lambda index: index)
     monkeypatch.setattr(plan_steps.triton.runtime, "driver", SimpleNamespace(active=driver))

@@ -110,7 +110,7 @@ def run_block(
     elif parts.fp8 is not None and keys is None:
         return parts.fp8.run(parts, x, facts, rope, reader)
     elif not attention.drops_path() and not mlp.drops_path():
-        tensors, computed, rope = _tensors_for(parts, x, rope)
+        tensors, computed, rope = _tensors_for(attention, mlp, parts.frozen, x, rope)
         return _run_fused(attention, mlp, tensors, x, facts, rope, keys, next_statistics, computed)
     else:
         x, facts = _run_fused(attention, None, block_tensors(attention, None), x, facts, rope, keys, True)
@@ -136,43 +136,51 @@ def _run_fused(
     return y, NOTHING if emitted is None else TokenFacts(emitted)
 
 
-def run_attention(parts: AttentionParts, x: Tensor, backend: str) -> Tensor:
-    """Runs an attention half on [B, N, C] with the rotary embeddings of its parts."""
+def run_attention(parts: AttentionParts, x: Tensor, backend: str, frozen: Any = None) -> Tensor:
+    """Runs an attention half on [B, N, C] with the rotary embeddings of its parts, and cached weights or None."""
     x, norm, inside = _begun(parts, x)
-    options = options_of(parts, None, x.device)
     rope = None if parts.rope is None else parts.rope.now()
-    if norm.kind != "none" and resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
-        y = fused_block(x, None, block_tensors(parts, None), rope=rope, residual=inside, **options)[0]
-    else:
-        qkv = F.linear(reference.normalize(x, norm.now()), *parts.qkv.tensors()).unflatten(-1, (3, parts.num_heads, -1))
-        if parts.qk_norm is not None or rope is not None:
-            qkv = qk_norm_rope(qkv, qk_norm=options["qk_norm"], rope=rope, backend=backend)
-        mixed = attention_among(qkv, None, scale=parts.scale, terms=options["terms"], backend=backend).flatten(2)
-        weight, bias, layer_scale = parts.with_scale(parts.proj)
-        y = F.linear(mixed, weight, bias)
-        y = y if layer_scale is None else y * layer_scale
-        y = x + y if inside else y
-    return _ended(parts, x, y, inside)
+    by_kernels = resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting()
+    if by_kernels and (norm.kind != "none" or type(frozen) is Frozen):
+        used = replace(parts, norm=norm) if norm is not parts.norm else parts
+        tensors, computed, rotates = _tensors_for(used, None, frozen, x, rope)
+        if norm.kind != "none" or tensors.qkv_sum is not None:  # the operator has no gradients without a norm
+            options = options_of(used, None, x.device, computed)
+            y = fused_block(x, None, tensors, rope=rotates, residual=inside, **options)[0]
+            return _ended(parts, x, y, inside)
+    options = options_of(parts, None, x.device)
+    qkv = F.linear(reference.normalize(x, norm.now()), *parts.qkv.tensors()).unflatten(-1, (3, parts.num_heads, -1))
+    if parts.qk_norm is not None or rope is not None:
+        qkv = qk_norm_rope(qkv, qk_norm=options["qk_norm"], rope=rope, backend=backend)
+    mixed = attention_among(qkv, None, scale=parts.scale, terms=options["terms"], backend=backend).flatten(2)
+    weight, bias, layer_scale = parts.with_scale(parts.proj)
+    y = F.linear(mixed, weight, bias)
+    y = y if layer_scale is None else y * layer_scale
+    return _ended(parts, x, x + y if inside else y, inside)
 
 
-def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
-    """Runs an MLP half, [..., C] -> [..., C]."""
+def run_mlp(parts: MlpParts, x: Tensor, backend: str, frozen: Any = None) -> Tensor:
+    """Runs an MLP half, [..., C] -> [..., C], with cached weights or None."""
     x, norm, inside = _begun(parts, x)
     used = replace(parts, norm=norm) if norm is not parts.norm else parts
-    tensors, options = block_tensors(None, used), options_of(None, used, x.device)
+    options = options_of(None, used, x.device)
     if resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
-        y = fused_block(x, None, tensors, residual=inside, **options)[0]
+        y = fused_block(x, None, _tensors_for(None, used, frozen, x, None)[0], residual=inside, **options)[0]
     else:
-        y = reference.layer_norm_mlp(x, tensors, residual=inside, **options | {"eps": norm.eps})
+        y = reference.layer_norm_mlp(x, block_tensors(None, used), residual=inside, **options | {"eps": norm.eps})
     return _ended(parts, x, y, inside)
 
 
-def run_halves(attention: AttentionParts | None, mlp: MlpParts | None, x: Tensor, backend: str) -> Tensor:
-    """Runs halves on [B, N, C]."""
-    y = x if attention is None else run_attention(attention, x, backend)
+def run_halves(
+    attention: AttentionParts | None, mlp: MlpParts | None, x: Tensor, backend: str, frozen: Any = None
+) -> Tensor:
+    """Runs halves on [B, N, C], with cached weights or None."""
+    y = x if attention is None else run_attention(attention, x, backend, frozen)
     if mlp is None:
         return y
-    return y + run_mlp(mlp, x, backend) if mlp.residual == "attention" else run_mlp(mlp, y, backend)
+    if mlp.residual == "attention":
+        return y + run_mlp(mlp, x, backend, frozen)
+    return run_mlp(mlp, y, backend, frozen)
 
 
 def _begun(parts: Half, x: Tensor) -> tuple[Tensor, NormParts, bool]:
@@ -192,18 +200,19 @@ def _ended(parts: Half, x: Tensor, y: Tensor, inside: bool) -> Tensor:
     return reference.normalize(y, parts.end_norm.now())
 
 
-def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Sequence[Tensor], Rope | None]:
+def _tensors_for(
+    attention: AttentionParts | None, mlp: MlpParts | None, cached: Any, x: Tensor, rope: Rope | None
+) -> tuple[BlockTensors, Sequence[Tensor], Rope | None]:
     """Returns the parameters, folded if possible, `computed` terms, and rotary embeddings in the same channel order."""
-    attention: Any = parts.attention
-    mlp: Any = parts.mlp
-    frozen = parts.frozen if type(parts.frozen) is Frozen else None  # not Packed or FrozenFp8
+    frozen = cached if type(cached) is Frozen else None  # not Packed or FrozenFp8
     # folding reorders channels of q and k, but not the weights of their norms; only a call with `rope` supports this
-    apart = rope is None and attention.qk_norm is not None and attention.rope_head
+    apart = attention is not None and rope is None and attention.qk_norm is not None and attention.rope_head
     if frozen is not None and frozen.dtype == matmul_dtype(x) and not apart:
-        proj, fc2 = attention.with_scale(attention.proj), mlp.with_scale(mlp.fc2)
+        proj = None if attention is None else attention.with_scale(attention.proj)
+        fc2 = None if mlp is None else mlp.with_scale(mlp.fc2)
         # read the weights only if gradients are possible, because this runs in every forward
         if not torch.is_grad_enabled() or not needs_gradient(
-            x, *proj, *fc2, *(tensor_of(*slot) for slot in sources(attention, mlp, False))
+            x, *(proj or ()), *(fc2 or ()), *(tensor_of(*slot) for slot in sources(attention, mlp, False))
         ):
             if frozen.rope_head and rope is not None:
                 rope = interleave(rope, frozen.rope_head)
@@ -218,12 +227,12 @@ def freeze_block(block: Any) -> list[str]:
         return reasons
     attention, mlp = parts.halves
     weight = tensor_of(*(attention.qkv if mlp is None else mlp.fc1).weights[0])
-    folds = runs_whole(parts, block.vit_fast_backend)
+    folds = parts.fp8 is not None or block.vit_fast_backend == "triton"
     kind, dtype = (Frozen, matmul_dtype(weight)) if folds else (Packed, weight.dtype)
     if parts.fp8 is not None:
         parts.fp8.cached_of(parts)
     elif type(parts.frozen) is not kind or parts.frozen.dtype != dtype:
-        parts.frozen = kind(attention, mlp, dtype, attention.rope_head if folds else 0)
+        parts.frozen = kind(attention, mlp, dtype, attention.rope_head if folds and attention is not None else 0)
         return []
     try:
         parts.frozen.refresh()
@@ -244,13 +253,13 @@ def _freeze_reasons(parts: BlockParts, backend: str) -> list[str]:
     reasons = [] if backend != "eager" else ["the backend must be 'triton' or 'sdpa', got 'eager'"]
     if attention is not None and attention.module.vit_fast_backend != backend:
         reasons.append(f"attention runs with backend {attention.module.vit_fast_backend}, norm + MLP with {backend}")
-    elif backend == "triton" and not parts.is_pre_norm:
+    elif backend == "triton" and not parts.watch.owner.stands_alone:
         reasons.append("with backend 'triton', it must be a pre-norm block with norms of one kind")
     if any(half is not None and half.drops() for half in parts.halves):
         reasons.append("dropout must be inactive: call eval() first")
     if parts.fp8 is not None:
         reasons.append("a block in FP8 must run on a GPU, or emulated")
-    return reasons or packing_reasons(attention, mlp)
+    return reasons if backend == "triton" else reasons or packing_reasons(attention, mlp)
 
 
 def run_as_block(

@@ -7,7 +7,6 @@ would not be more accurate, because the rounding error of e4m3 is relative.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,6 @@ class FrozenFp8(Frozen):
     """Cached linear layers of a block that runs in e4m3; `layers` is refreshed in place."""
 
     every_source = True
-    layers: Any = None
 
     def __init__(self, attention: AttentionParts, mlp: MlpParts, scales: BlockScales, rope_head: int) -> None:
         self._scales = scales

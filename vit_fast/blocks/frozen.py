@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..ops.descriptions import BlockTensors
 from ..ops.folded import fold
 from ..ops.registration import CACHED
-from .parts import block_tensors, sources
+from .parts import NO_NORM, block_tensors, sources
 from .plain import PLAIN
 
-Weights = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias and LayerScale of a linear layer
+Weights = tuple[Any, Tensor | None, Tensor | None]  # weight, bias and LayerScale of a linear layer
+_NO_WEIGHTS, _ABSENT = (None, None, None), BlockTensors()
 
 
 class ReshapedError(RuntimeError):
@@ -28,16 +30,18 @@ class ReshapedError(RuntimeError):
 
 
 class Frozen:
-    """The folded linear layers of one block, for matmuls of one dtype; see `fold` in `ops/folded.py` for rope_head.
+    """The folded linear layers of a block or half for matmuls of one dtype; `fold` in `ops/folded.py` uses rope_head.
 
-    `tensors` contains weight, bias and row sums of qkv, of fc1, and of fc2 if a norm precedes fc2. The weights of proj
-    and fc2 follow if their dtype was converted, and the terms of the scores that are computed from other tensors.
+    `layers` contains weight, bias and row sums of qkv, of fc1, and of fc2 if a norm precedes fc2. It also contains the
+    weights of proj and fc2 if their dtype was converted. `tensors` contains the tensors of `layers`, then the terms of
+    the scores that are computed from other tensors.
     """
 
     every_source = False  # see `sources`
     marked_static = False  # True if the tensors are marked with mark_static_address
+    layers: Any = None
 
-    # only `Packed` supports a single half, an AttentionParts or MlpParts beside None
+    # an AttentionParts and an MlpParts, or one of them and None; only `FrozenFp8` needs both
     def __init__(self, attention: Any, mlp: Any, dtype: torch.dtype, rope_head: int) -> None:
         self.attention, self.mlp, self.dtype, self.rope_head = attention, mlp, dtype, rope_head
         self._sources = sources(attention, mlp, self.every_source)
@@ -46,7 +50,9 @@ class Frozen:
         self._snapshots: list[_Snapshot] = []
         self.refresh()
         _follow_optimizers()
-        CACHED[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
+        firsts = () if self.layers is None else (self.layers.qkv_weight, self.layers.fc1_weight)  # halves may run apart
+        for key in [tensor.data_ptr() for tensor in firsts if tensor is not None] or [id(self)]:
+            CACHED[key] = self
 
     def refresh(self) -> None:
         """Recomputes the cached tensors in the same memory; raises ReshapedError if a shape or device changed."""
@@ -72,30 +78,46 @@ class Frozen:
             torch._foreach_copy_(self.tensors, computed)
 
     def _computed(self) -> list[Tensor]:
-        block, inner = block_tensors(self.attention, self.mlp), self.mlp.inner_norm
-        t = fold(block, self.dtype, self.mlp.norm.kind, self.rope_head, "none" if inner is None else inner.kind)
-        tensors: list[Any] = [t.qkv_weight, t.qkv_bias, t.qkv_sum, t.fc1_weight, t.fc1_bias, t.fc1_sum]
-        tensors += [] if t.fc2_sum is None else [t.fc2_weight, t.fc2_bias, t.fc2_sum]
-        if block.proj_weight.dtype != self.dtype or block.fc2_weight.dtype != self.dtype:
-            tensors += [t.proj_weight, t.fc2_weight]
-        terms = self.attention.terms
-        return tensors + ([] if terms is None else [terms.term(name).contiguous() for name in terms.derived])
+        kept: dict[str, Tensor] = {}
+        for halves in ((self.attention, None), (None, self.mlp)):
+            half: Any = halves[0] or halves[1]
+            if half is None:
+                continue
+            if half.residual == "normed":  # then the norm is not folded, because its output is added too
+                half = replace(half, norm=NO_NORM)
+            block = block_tensors(*(each and half for each in halves))
+            inner = "none" if halves[1] is None or half.inner_norm is None else half.inner_norm.kind
+            folded = fold(block, self.dtype, half.norm.kind, self.rope_head, inner)._asdict()
+            for name in ("qkv", "fc1", "fc2"):
+                if folded[f"{name}_sum"] is not None:
+                    kept |= {key: folded[key] for key in (f"{name}_weight", f"{name}_bias", f"{name}_sum")}
+            last = block.proj_weight if halves[1] is None else block.fc2_weight
+            if last.dtype != self.dtype:
+                name = "fc2_weight" if halves[0] is None else "proj_weight"
+                kept[name] = folded[name]
+        layers = BlockTensors(**kept)
+        if self.layers is None:
+            self.layers = layers
+        terms = None if self.attention is None else self.attention.terms
+        computed = [] if terms is None else [terms.term(name).contiguous() for name in terms.derived]
+        return [tensor for tensor in layers if tensor is not None] + computed
 
-    def block_tensors(self, proj: Weights, fc2: Weights) -> tuple[BlockTensors, list[Tensor]]:
-        """Returns the folded parameters, and the computed terms of the scores, see `TermParts.now`."""
-        qkv_weight, qkv_bias, qkv_sum, fc1_weight, fc1_bias, fc1_sum, *cast = self.tensors
-        terms, fc2_sum = self.attention.terms, None
-        computed = [cast.pop() for _ in terms.derived][::-1] if terms is not None else []
-        if self.mlp.inner_norm is not None:
-            weight, bias, fc2_sum, *cast = cast
-            fc2 = weight, bias, fc2[2]
-        if cast:
-            proj, fc2 = (cast[0], *proj[1:]), (cast[1], *fc2[1:])  # if a norm precedes fc2, cast[1] is folded
-        folded = BlockTensors(
-            None, None, qkv_weight, qkv_bias, *proj, None, None, fc1_weight, fc1_bias, *fc2,
-            qkv_sum=qkv_sum, fc1_sum=fc1_sum, fc2_sum=fc2_sum,
+    def block_tensors(self, proj: Weights | None, fc2: Weights | None) -> tuple[BlockTensors, list[Tensor]]:
+        """Returns the folded parameters, and the computed terms of the scores, see `TermParts.now`.
+
+        Leaves out a half whose last linear layer is None.
+        """
+        first, second = (_ABSENT if last is None else self.layers for last in (proj, fc2))
+        proj, fc2, terms = proj or _NO_WEIGHTS, fc2 or _NO_WEIGHTS, self.attention and self.attention.terms
+        tensors = BlockTensors(
+            None, None, first.qkv_weight, first.qkv_bias,
+            proj[0] if first.proj_weight is None else first.proj_weight, *proj[1:],
+            None, None, second.fc1_weight, second.fc1_bias,
+            fc2[0] if second.fc2_weight is None else second.fc2_weight,
+            fc2[1] if second.fc2_sum is None else second.fc2_bias, fc2[2],
+            qkv_sum=first.qkv_sum, fc1_sum=second.fc1_sum, fc2_sum=second.fc2_sum,
         )  # fmt: skip
-        return folded, computed
+        return tensors, [] if terms is None else self.tensors[len(self.tensors) - len(terms.derived) :]
 
     def ensure_current(self) -> None:
         """Refreshes the tensors if a change of the weights is detected."""

@@ -64,8 +64,9 @@ def fused_block(
         x: [B, N, C], or [..., C] for the MLP half alone. fp16 or bf16; in a block without FP8 layers also fp32.
         statistics: LayerNorm statistics of x from the previous block; None to compute them. Ignored if x is fp32.
         tensors: The parameters, in fp32 or the dtype of the matmuls (`registration.matmul_dtype`). A half whose
-            parameters are None is skipped. For inference of a whole block, `fold` can fold the parameters first.
-        eps, norm: Epsilons and kind of norm1 and norm2. The MLP half alone also supports "none", without a norm.
+            parameters are None is skipped. For inference, `fold` can fold the parameters first.
+        eps, norm: Epsilons and kind of norm1 and norm2. A half alone also supports "none", without a norm; the
+            attention half then has no gradients.
         inner_norm: Kind and epsilon of a norm before fc2.
         terms: Bias, window mask, rel and windows of the attention; a scale per head replaces attention_scale.
         residual: True adds x to the output of a half; must be True for a whole block.
@@ -121,7 +122,7 @@ def fused_block(
         flat.append(tensor)
         present.append(number)
     saves = needs_gradient(x, *flat)
-    if saves and tensors.qkv_sum is not None:
+    if saves and (tensors.qkv_sum is not None or tensors.fc1_sum is not None):
         reason = "folded weights have no gradients: pass the parameters, or use torch.no_grad()"
         raise UnsupportedInputError("a block of folded weights with gradients enabled", [reason])
     inner, inner_eps = inner_norm or ("none", 0.0)
@@ -287,12 +288,14 @@ def _folded(t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]
     """Returns the folded layers: qkv, fc1 and, after an inner norm, fc2. Folds them here if `fold` has not."""
     from ..kernels.linear.folding import FoldedLinear, fold_linears
 
-    if t.qkv_sum is None:
+    if t.qkv_sum is None and t.fc1_sum is None:
         linears = normed_linears(t, s.norm, s.inner_norm, rope_head)
         return dict(zip(linears, fold_linears(list(linears.values()), s.dtype)))
     folded = {}
-    for name in ("qkv", "fc1", *(() if t.fc2_sum is None else ("fc2",))):
+    for name in ("qkv", "fc1", "fc2"):
         weight, sums, shift = (getattr(t, f"{name}_{part}") for part in ("weight", "sum", "bias"))
+        if sums is None:
+            continue
         rows = getattr(t, f"{name}_row_scale", None)
         if rows is None and weight.dtype != s.dtype:
             required = f"{weight.dtype} like the cached weights"

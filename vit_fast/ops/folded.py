@@ -36,7 +36,7 @@ def fold(
     tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm", rope_head: int = 0, inner_norm: str = "none",
     scales: BlockScales | None = None,
 ) -> BlockTensors:  # fmt: skip
-    """Folds the norms of a block into the weights of qkv, fc1 and, after an inner norm, fc2.
+    """Folds the norms of a block or half into the weights of qkv, fc1 and, after an inner norm, fc2.
 
     The folded weights have no gradients, and are not updated when the parameters change. A weight is in e4m3 if its
     layer has a scale, else in `dtype`. If rope_head is head_dim D instead of 0, channels j and j + D/2 of q and k
@@ -65,7 +65,7 @@ def fold(
         for name, weight, bias, of_scale in (
             ("proj", t.proj_weight, t.proj_bias, "scale1"), ("fc2", t.fc2_weight, t.fc2_bias, "scale2"),
         ):  # fmt: skip
-            if name in linears:
+            if name in linears or weight is None:
                 continue
             if (scale := scale_of[name]) is None:
                 new[f"{name}_weight"] = weight.to(dtype).contiguous()

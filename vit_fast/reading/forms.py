@@ -148,7 +148,7 @@ class ReadModule(Created, FusedNormMlp):
         elif attention is not None and parts.is_pre_norm:
             y = self.run_as_block(parts, y, functools.partial(run_attention, attention, backend=backend), rope=rope)
         else:
-            y = run_halves(attention, mlp, y, backend)
+            y = run_halves(attention, mlp, y, backend, parts.frozen)
         return recipe.call.returned(recipe.restored(y, x), *tensors)
 
     def _is_captured(self, x: Tensor, *others: Tensor) -> bool:
