@@ -20,7 +20,6 @@ from spellings import (
     ListOfHeads,
     Net,
     NormedBranch,
-    NormedResidual,
     Packed,
     PostNorm,
     Residuals,
@@ -28,6 +27,7 @@ from spellings import (
     Tiled,
     Tutorial,
     Variant,
+    losses_of_training,
     runs_fused,
 )
 from torch import Tensor, nn
@@ -88,28 +88,16 @@ def test_the_model_stays_unchanged() -> None:
     assert torch.equal(torch.get_rng_state(), rng)
 
 
-def test_ten_training_steps() -> None:
-    def losses(model: Net) -> list[float]:
-        optimizer, values = torch.optim.AdamW(model.parameters(), 1e-2), []
-        for part in model.modules():
-            if isinstance(part, nn.Dropout):
-                part.p = 0.0
-        for step in range(10):
-            torch.manual_seed(step)  # of drop path
-            loss = F.cross_entropy(model(torch.randn(4, 3, 16, 16)), torch.arange(4))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            values.append(loss.item())
-        return values
-
-    for block in (Packed, Residuals, NormedResidual):
-        torch.manual_seed(0)
-        original = Net(block).train()
-        model = copy.deepcopy(original)
-        vit_fast.fuse(model, "eager", example=IMAGES)
-        assert block is not Packed or runs_fused(model, lambda: model.eval()(IMAGES))  # noqa: B023
-        torch.testing.assert_close(losses(model.train()), losses(original), rtol=1e-4, atol=1e-5)
+@pytest.mark.fast_cases("Packed", "Residuals", "NormedResidual")
+@pytest.mark.parametrize("block", [*BLOCKS, *OTHER_BLOCKS], ids=lambda block: block.__name__)
+def test_ten_training_steps(block: Any) -> None:
+    torch.manual_seed(0)
+    original = Net(block)
+    model = copy.deepcopy(original)
+    vit_fast.fuse(model, "eager", example=IMAGES)
+    found, expected = (losses_of_training(net, IMAGES) for net in (model, original))
+    assert expected[-1] < expected[0] and runs_fused(model, lambda: model(IMAGES))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("block", [Residuals, NormedBranch])

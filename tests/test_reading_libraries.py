@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from spellings import runs_fused
+from spellings import losses_of_training, runs_fused
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -174,7 +174,7 @@ UNREAD = {"monai.networks.nets.swin_unetr.SwinTransformer"}
 @pytest.mark.slow
 @pytest.mark.parametrize("path", OTHERS)
 def test_models_of_other_libraries(path: str) -> None:
-    """All attention and all MLPs are fused; outputs and gradients are equal, also after freeze and unfuse."""
+    """All attention and all MLPs are fused; outputs, gradients, losses of training, freeze and unfuse are equal."""
     options, shape = OTHERS[path]
     cls = from_package(path)
     torch.manual_seed(0)
@@ -187,7 +187,11 @@ def test_models_of_other_libraries(path: str) -> None:
     for net in (model, original):
         sum(each.square().sum() for each in tree_leaves(net(x))).backward()
     compare_gradients(model, original)
-    vit_fast.fuse(model, "sdpa", example=x)
+    found, expected = (losses_of_training(net, x) for net in (model, original))
+    assert expected[-1] < expected[0] and runs_fused(model, lambda: model(x))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    vit_fast.fuse(model.eval(), "sdpa", example=x)
+    original.eval()
     assert vit_fast.freeze(model)
     with torch.inference_mode():
         torch.testing.assert_close(model(x), original(x), rtol=1e-3, atol=1e-3)
