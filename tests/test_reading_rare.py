@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,6 +36,11 @@ class UnderAutocast(Packed):
         return super().forward(x) * (2 if torch.is_autocast_enabled("cpu") else 1)
 
 
+class UnderAutocastToHalf(Packed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if torch.get_autocast_dtype("cpu") == torch.float16 else 1)
+
+
 class ByStrides(Packed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * (1 if x.is_contiguous() else 2)
@@ -41,6 +49,26 @@ class ByStrides(Packed):
 class ReplacesNaN(Packed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).nan_to_num()
+
+
+class ClampsForHalf(Packed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clamp(-65504, 65504))
+
+
+class OfFrozenWeights(Packed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 if self.qkv.weight.requires_grad else 2)
+
+
+class InInferenceMode(Packed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if torch.is_inference_mode_enabled() else 1)
+
+
+class OfLeaves(Packed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 if x.grad_fn is None else 2)
 
 
 class ClampsScale(Packed):
@@ -62,17 +90,34 @@ class Hides(Packed):
 
 
 def test_rare_inputs_give_the_same_outputs() -> None:
-    """A batch of one, large values, NaN, other strides, autocast, and an attribute that a fused class has, too."""
-    for block in (Branches, Clamps, UnderAutocast, ByStrides, ReplacesNaN, Hides):
+    """A batch of one, large values, NaN, other strides and modes, and an attribute that a fused class has, too."""
+    for block in (
+        Branches, Clamps, UnderAutocast, UnderAutocastToHalf, ByStrides, ReplacesNaN, Hides, ClampsForHalf,
+        OfFrozenWeights, InInferenceMode, OfLeaves,
+    ):  # fmt: skip
         torch.manual_seed(0)
         original = nn.Sequential(block(32, 4), block(32, 4)).eval()
         model = copy.deepcopy(original)
         report = vit_fast.fuse(model, "eager", example=(x := torch.randn(2, 20, 32)))
         assert any("attention" in row.part for row in report.fused) is (block is Branches), str(report)
-        for given in (x, x[:1], x * 1e3, x.transpose(0, 1).contiguous().transpose(0, 1), x / 0 * 0):
+        for given in (
+            x,
+            x[:1],
+            x * 1e3,
+            x * 1e6,
+            x.clone().requires_grad_() * 1,
+            x.transpose(0, 1).contiguous().transpose(0, 1),
+            x / 0 * 0,
+        ):
             torch.testing.assert_close(model(given), original(given), equal_nan=True)
-        with torch.autocast("cpu"):
-            torch.testing.assert_close(model(x), original(x), rtol=0.02, atol=0.02)  # rounded to bf16
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                torch.testing.assert_close(model(x), original(x), rtol=0.02, atol=0.02)  # rounded
+        with torch.inference_mode():
+            torch.testing.assert_close(model(x), original(x))
+        for net in (model, original):
+            net.requires_grad_(False)
+        torch.testing.assert_close(model(x), original(x))
 
 
 @pytest.mark.parametrize("block", [ClampsScale, ClampsScores])
@@ -88,6 +133,14 @@ def test_large_weights_give_the_same_outputs(block: Any) -> None:
     torch.testing.assert_close(model(x), original(x), rtol=1e-4, atol=1e-4 * float(original(x).detach().abs().max()))
 
 
+GAIN = 1.0
+
+
+@dataclass(slots=True)
+class Options:
+    gain: float = 1.0
+
+
 class Gains(Packed):
     """Multiplies its branches by a number or tensor from different places."""
 
@@ -95,12 +148,18 @@ class Gains(Packed):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.config = {"gain": [1.0]}
+        self.config = {"gain": [1.0], "object": Options()}
         self.options = SimpleNamespace(attention=SimpleNamespace(gain=1.0))
+        self.held: list[Any] = [self.config["object"], nn.Identity()]  # e.g. the parent
+        self.held[1].gain = 1.0
         self.register_buffer("absent", None)
 
+    def of_method(self) -> float:
+        return GAIN
+
     def gain(self) -> Any:
-        return self.config["gain"][0] * self.options.attention.gain * self.of_class
+        objects = [self.options.attention, *self.held]
+        return self.config["gain"][0] * math.prod(each.gain for each in objects) * self.of_class * self.of_method()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gain = self.gain() if self.absent is None else self.absent
@@ -116,23 +175,41 @@ class InList(Gains):
         return self.tensors[0]
 
 
+class InArray(Gains):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.array = np.ones(1)
+
+    def gain(self) -> Any:
+        return float(self.array[0])
+
+
 CHANGES: dict[str, Any] = {
     "dictionary": lambda block: block.config["gain"].__setitem__(0, 2.0),
     "nested object": lambda block: setattr(block.options.attention, "gain", 2.0),
     "instance instead of class": lambda block: setattr(block, "of_class", 2.0),
     "absent buffer": lambda block: setattr(block, "absent", torch.tensor(2.0)),
     "absent bias": lambda block: setattr(block.qkv, "bias", nn.Parameter(torch.linspace(-1, 1, 96))),
+    "object with slots": lambda block: setattr(block.held[0], "gain", 2.0),
+    "module in a list": lambda block: setattr(block.held[1], "gain", 2.0),
+    "method of the instance": lambda block: setattr(block, "of_method", lambda: 2.0),
+    "method of the class": lambda _: setattr(Gains, "of_method", lambda _: 2.0),
+    "global number": lambda _: globals().update(GAIN=2.0),
     "tensor in a list": lambda block: block.tensors[0].fill_(2.0),
+    "array": lambda block: block.array.fill(2.0),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_changes_inside_a_block_have_an_effect_also_after_freeze(name: str) -> None:
+def test_changes_inside_a_block_have_an_effect_also_after_freeze(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gains, "of_method", Gains.of_method)  # restores both in the end
+    monkeypatch.setitem(globals(), "GAIN", GAIN)
     torch.manual_seed(0)
-    original = Net(InList if name == "tensor in a list" else Gains).eval()
+    cls = {"tensor in a list": InList, "array": InArray}.get(name, Gains)
+    original = Net(cls).eval()
     model, images = copy.deepcopy(original), torch.randn(2, 3, 32, 8)
     report = vit_fast.fuse(model, "eager", example=images)
-    assert name == "tensor in a list" or report.require_all()
+    assert cls is not Gains or report.require_all()
     model(images)  # caches what was read
     for net in (model, original):
         nn.init.ones_(net.layers[0].gamma1)

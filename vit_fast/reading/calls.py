@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
-from types import FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class Call:
         tensors = [*others[: self.place], x, *others[self.place :]]
         args, kwargs = rebuilt(self.given, tensors)
         with InDouble() if x.dtype == torch.float64 else nullcontext():
-            output = module(*args, **kwargs)
+            output = module.forward(*args, **kwargs)  # a class may override __call__, which the fused class inherits
         if _given(args, kwargs, list(tensors)) != self.given:
             raise UnreadableError("its forward changes its arguments")
         return self.computed(output, (x, *others))
@@ -175,16 +176,24 @@ def _is_constant(value: Any) -> bool:
 
 
 def attributes_of(module: nn.Module) -> Iterator[tuple[Any, str, object]]:
-    """Yields all attributes of a module, its class, and its other objects, e.g. a configuration: (owner, name, value).
+    """Yields all that a forward may read beside tensors, submodules and rates of dropout: (owner, name, value).
 
-    Excludes tensors, submodules and rates of dropout, which `drop_slots` returns.
+    These are the attributes of a module, of its class, and of its other objects, e.g. a configuration, methods, and
+    global constants. `drop_slots` returns the rates.
     """
     drops = {name for _, name in drop_slots(module, False)}
     for store in (module._parameters, module._buffers):
         yield from ((module, name, None) for name, tensor in store.items() if tensor is None)
     for cls in itertools.takewhile(lambda cls: cls is not nn.Module, class_of(module).__mro__):
         for name, value in vars(cls).items():
-            if not name.startswith("__") and name not in vars(module) and _is_constant(value):
+            is_own = isinstance(value, FunctionType) and not cls.__module__.startswith("torch.")
+            if is_own:
+                yield from _globals_of(value)
+            if (
+                (is_own or _is_constant(value))
+                and not name.startswith("__")
+                and name not in {*vars(module), *_OF_MODULES}
+            ):
                 yield module, name, getattr(module, name)
     for name, value in vars(module).items():
         if (
@@ -198,22 +207,47 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[Any, str, object]]:
         yield from _inside(value, {id(value)})
 
 
-def _inside(value: Any, seen: set[int]) -> Iterator[tuple[Any, str, object]]:
-    if isinstance(value, (*SIMPLE, type, FunctionType, nn.Module, Tensor)) or not hasattr(value, "__dict__"):
+def _globals_of(function: FunctionType) -> Iterator[tuple[Any, str, object]]:
+    place, codes = sys.modules.get(function.__module__), [function.__code__]
+    if place is None or vars(place) is not function.__globals__:
         return
-    for name, each in vars(value).items():
-        if _is_constant(each):
-            yield value, name, _copied(each)
-        elif id(each) not in seen:
-            seen.add(id(each))
-            yield value, name, each
-            yield from _inside(each, seen)
+    while codes:
+        code = codes.pop()
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        for name in code.co_names:
+            if name in vars(place) and _is_constant(vars(place)[name]):
+                yield place, name, _copied(vars(place)[name])
+
+
+def _inside(value: Any, seen: set[int]) -> Iterator[tuple[Any, str, object]]:
+    """Yields the attributes of an object, and of objects in it; also of objects in a list, tuple or dictionary."""
+    if isinstance(value, (*SIMPLE, type, FunctionType, Tensor)):
+        return
+    is_module = isinstance(value, nn.Module)  # which is not a submodule, e.g. the parent in a list
+    is_container = isinstance(value, list | tuple | dict)
+    if is_container:
+        held: list[tuple[str, Any]] = [("", each) for each in (value.values() if isinstance(value, dict) else value)]
+    else:
+        slots = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ())]
+        names = [name for name in (*getattr(value, "__dict__", ()), *slots) if name not in _OF_MODULES]
+        held = [(name, getattr(value, name)) for name in names if not name.startswith("__") and hasattr(value, name)]
+    for name, each in held:
+        is_constant = _is_constant(each)
+        if is_constant or (id(each) not in seen and not is_module):
+            if not is_container:
+                yield value, name, _copied(each)
+            if not is_constant and (is_container or not isinstance(each, list | tuple | dict)):
+                seen.add(id(each))
+                yield from _inside(each, seen)
 
 
 def _copied(value: Any) -> Any:
+    """Returns a copy of a value that shares all objects apart from lists, tuples and dictionaries."""
     if _is_constant(value):
         return copy.deepcopy(value)
-    return list(value) if type(value) is list else dict(value) if type(value) is dict else value
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return {name: _copied(each) for name, each in value.items()} if type(value) is dict else value
 
 
 def drop_slots(module: nn.Module, inside: bool = True) -> list[tuple[nn.Module, str]]:
@@ -250,11 +284,17 @@ class Kind:
 
 def state_of(module: nn.Module) -> tuple[Any, ...]:
     """Returns the values of all attributes inside a module by path; objects count as equal if their attributes are."""
-    return tuple(
-        (path, name, value if _is_constant(value) or isinstance(value, type | FunctionType) else type(value))
-        for path, part in _modules(module)
-        for _, name, value in attributes_of(part)
-    )
+
+    def state(owner: Any, name: str, value: Any) -> Any:
+        if isinstance(value, MethodType):  # pickle may not find functions of a class, which `structure_of` contains
+            return value.__func__ if name in getattr(owner, "__dict__", ()) else None
+        if type(value) in (list, tuple, dict) and not _is_constant(value):
+            held = value.values() if isinstance(value, dict) else value
+            return (*(value if isinstance(value, dict) else ()), *(state(None, "", each) for each in held))
+        return value if _is_constant(value) or isinstance(value, type | FunctionType) else type(value)
+
+    rows = ((path, *row) for path, part in _modules(module) for row in attributes_of(part))
+    return tuple((path, name, state(owner, name, value)) for path, owner, name, value in rows)
 
 
 def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -75,7 +75,7 @@ def prove(copied: nn.Module, call: Probe, reading: Reading, shape: tuple[int, ..
     for run in runs:
         given, others = x.clone().requires_grad_(), call.others(x)
         floats = [each.requires_grad_() for i, each in enumerate(others) if i in masks and each.is_floating_point()]
-        y = run(given, *others)
+        y = run(given.clone(), *others)  # no leaf, like the tokens of most blocks
         weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=y.dtype)
         gradients = torch.autograd.grad((y * weight).sum(), [given, *floats, *parameters], allow_unused=True)
         results.append([y.detach() - reading.base(x), *gradients])
@@ -93,27 +93,38 @@ def prove(copied: nn.Module, call: Probe, reading: Reading, shape: tuple[int, ..
 
 
 def prove_in_contexts(copied: nn.Module, call: Probe, reading: Reading, x: Tensor) -> None:
-    """Raises UnreadableError if outputs differ under autocast, for other strides, or for NaN."""
-    other = x.transpose(0, 1).contiguous().transpose(0, 1)
-    invalid = x.clone()
-    invalid.view(-1)[0] = torch.nan
+    """Raises UnreadableError if outputs differ in other modes, or for other strides, frozen weights, inf or NaN."""
+    for parameter in copied.parameters():
+        parameter.requires_grad_(False)
+    other, frozen = x.transpose(0, 1).contiguous().transpose(0, 1), x.clone().requires_grad_()
+    infinite, invalid = x.clone(), x.clone()
+    infinite.view(-1)[0], invalid.view(-1)[0] = torch.inf, torch.nan
     contexts = [
-        ("under autocast", x, True, call), ("of other strides", other, False, call), ("of NaN", invalid, False, call)
+        ("under autocast to bf16", x, torch.bfloat16, call), ("under autocast to fp16", x, torch.float16, call),
+        ("of other strides", other, None, call), ("of frozen weights", frozen, None, call),
+        ("of infinity", infinite, None, call), ("of NaN", invalid, None, call),
     ]  # fmt: skip
     if masks := masks_of(reading):
-        contexts.append(("of masks that hide all keys", x, False, replace(call, masks=masks)))
-    for name, given, enabled, probe in contexts:
-        before = [(device, torch.is_autocast_enabled(device)) for device in ("cpu", "cuda")]
-        for device, _ in before:
-            torch.set_autocast_enabled(device, enabled)  # leaves fp64 as it is
+        contexts.append(("of masks that hide all keys", x, None, replace(call, masks=masks)))
+    for name, given, dtype, probe in contexts:
+        devices = ("cpu", "cuda")
+        before = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in devices]
+        for device, _, default in before:
+            torch.set_autocast_enabled(device, dtype is not None)  # leaves fp64 as it is
+            torch.set_autocast_dtype(device, dtype or default)
         try:
-            with torch.no_grad():
+            with torch.set_grad_enabled(given.requires_grad):
                 expected, found = probe.run(copied, given), run_reading(reading, given, "eager", probe.others(given))
         finally:
-            for device, was_enabled in before:
+            for device, was_enabled, default in before:
                 torch.set_autocast_enabled(device, was_enabled)
+                torch.set_autocast_dtype(device, default)
         if not _is_same(found, expected, 10 * LIMITS[torch.float64]):
             raise UnreadableError(f"its parts were read, but the outputs {name} of module and parts differ")
+    with torch.inference_mode():
+        expected = call.run(copied, x.clone())
+    if not _is_same(run_reading(reading, x, "eager", call.others(x)), expected, 10 * LIMITS[torch.float64]):
+        raise UnreadableError("its parts were read, but the outputs in inference mode of module and parts differ")
 
 
 def prove_other_weights(copied: nn.Module, call: Probe, reading: Reading, x: Tensor) -> None:

@@ -62,8 +62,12 @@ def read(
         raise UnreadableError(f"its tokens must have three or four dimensions, got shape {tuple(x.shape)}")
     if reasons := touch_reasons([(name or "it", part) for name, part in module.named_modules()]):
         raise UnreadableError("; ".join(reasons))
-    if (name := hidden_name(module)) is not None:
-        raise UnreadableError(f"its attribute {name!r} has the name of an attribute of fused modules: rename it")
+    attributes = (each for part in module.modules() for each in vars(part).items())
+    for name, value in attributes:
+        if hasattr(value, "__array_interface__") and hasattr(value, "__setitem__"):
+            raise UnreadableError(f"changes in its array {name!r} would not be noticed: use a buffer")
+    if (hidden := hidden_name(module)) is not None:
+        raise UnreadableError(f"its attribute {hidden!r} has the name of an attribute of fused modules: rename it")
     copied = random_copy(module)
 
     def attempt(ties: Ties) -> Recipe:
