@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from vit_fast.reading.forms import ReadModule
 
@@ -385,19 +384,3 @@ def runs_fused(model: nn.Module, run: Callable[[], Any]) -> bool:
         patch.setattr(nn.Module, "__call__", call)
         run()
     return bool(fused) and not inside & called
-
-
-def losses_of_training(model: nn.Module, x: Tensor) -> list[float]:
-    """Trains for ten steps on x, without dropout, but with drop path."""
-    for part in model.train().modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-    optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
-    for step in range(10):
-        torch.manual_seed(step)  # of drop path
-        loss = torch.stack([(each - 1).square().mean() for each in tree_leaves(model(x))]).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses

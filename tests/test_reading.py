@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fused_models import losses_of_training
 from spellings import (
     BLOCKS,
     OTHER_BLOCKS,
@@ -27,7 +28,6 @@ from spellings import (
     Tiled,
     Tutorial,
     Variant,
-    losses_of_training,
     runs_fused,
 )
 from torch import Tensor, nn

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from spellings import losses_of_training, runs_fused
+from fused_models import losses_of_training
+from spellings import runs_fused
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
