@@ -159,11 +159,17 @@ class Gains(Packed):
 
     def gain(self) -> Any:
         objects = [self.options.attention, *self.held]
-        return self.config["gain"][0] * math.prod(each.gain for each in objects) * self.of_class * self.of_method()
+        found = self.config["gain"][0] * math.prod(each.gain for each in objects) * self.of_class * self.of_method()
+        return self.adapter(found) if hasattr(self, "adapter") else found * getattr(self, "extra", 1.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gain = self.gain() if self.absent is None else self.absent
         return x + (super().forward(x) - x) * gain
+
+
+class Doubles(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return 2 * x
 
 
 class InList(Gains):
@@ -190,6 +196,8 @@ CHANGES: dict[str, Any] = {
     "instance instead of class": lambda block: setattr(block, "of_class", 2.0),
     "absent buffer": lambda block: setattr(block, "absent", torch.tensor(2.0)),
     "absent bias": lambda block: setattr(block.qkv, "bias", nn.Parameter(torch.linspace(-1, 1, 96))),
+    "new attribute": lambda block: setattr(block, "extra", 2.0),
+    "new module": lambda block: setattr(block, "adapter", Doubles()),
     "object with slots": lambda block: setattr(block.held[0], "gain", 2.0),
     "module in a list": lambda block: setattr(block.held[1], "gain", 2.0),
     "method of the instance": lambda block: setattr(block, "of_method", lambda: 2.0),

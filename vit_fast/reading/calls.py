@@ -188,7 +188,7 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[Any, str, object]]:
         for name, value in vars(cls).items():
             is_own = isinstance(value, FunctionType) and not cls.__module__.startswith("torch.")
             if is_own:
-                yield from _globals_of(value)
+                yield from _named_in(value, module)
             if (
                 (is_own or _is_constant(value))
                 and not name.startswith("__")
@@ -207,16 +207,18 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[Any, str, object]]:
         yield from _inside(value, {id(value)})
 
 
-def _globals_of(function: FunctionType) -> Iterator[tuple[Any, str, object]]:
+def _named_in(function: FunctionType, module: nn.Module) -> Iterator[tuple[Any, str, object]]:
+    """Yields global constants that a method reads, and absent attributes that it names, as in `hasattr(self, name)`."""
     place, codes = sys.modules.get(function.__module__), [function.__code__]
-    if place is None or vars(place) is not function.__globals__:
-        return
+    names = vars(place) if place is not None and vars(place) is function.__globals__ else {}
     while codes:
         code = codes.pop()
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-        for name in code.co_names:
-            if name in vars(place) and _is_constant(vars(place)[name]):
-                yield place, name, _copied(vars(place)[name])
+        yield from (
+            (place, name, _copied(names[name])) for name in code.co_names if _is_constant(names.get(name, code))
+        )
+        strings = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
+        yield from ((module, name, None) for name in strings if not hasattr(module, name))
 
 
 def _inside(value: Any, seen: set[int]) -> Iterator[tuple[Any, str, object]]:
