@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from spellings import Packed, runs_fused
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import vit_fast
 from vit_fast.ops import reference
@@ -104,6 +105,33 @@ def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 )
 def test_cores_that_attention_cannot_compute(attend: Attend) -> None:
     assert not vit_fast.fuse(nn.Sequential(Core(attend)), "eager", example=torch.randn(2, 9, 32)).fused
+
+
+class Checkpointed(Core):
+    """Attention, or only its softmax, runs again in the backward pass: outside of the module's forward."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = part
+
+    def again(self, *args: Any) -> Any:
+        return checkpoint(*args, use_reentrant=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x.mT).unflatten(1, (3, 2, 16)).mT.unbind(1)
+        if self.part == "softmax":
+            y = self.again(lambda scores: scores.softmax(-1), q @ k.mT / 4) @ v
+        else:
+            y = self.again(by_softmax if self.part == "spelled" else F.scaled_dot_product_attention, q, k, v)
+        return self.proj(y.mT.flatten(1, 2)).mT
+
+
+@pytest.mark.parametrize("part", ["spelled", "sdpa", "softmax"])
+def test_checkpoints_inside_of_a_forward(part: str) -> None:
+    model = Checkpointed(part)
+    report = vit_fast.fuse(fused := copy.deepcopy(model), "eager", example=torch.randn(1, 9, 32))
+    assert report.fused
+    compare(fused, model, torch.randn(2, 9, 32))
 
 
 class Flex(Core):

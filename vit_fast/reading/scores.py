@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -44,6 +45,9 @@ _ABOUT = {
 }
 # Relative errors on the example, by the dtype of the output
 _LIMITS = {torch.float64: 1e-5, torch.float32: 1e-3}
+
+
+_NO_HOOKS = (lambda tensor: tensor, lambda tensor: tensor)
 
 
 class ValuesNeededError(RuntimeError):
@@ -84,7 +88,8 @@ class Scores:
             func, args, kwargs = tree_map(lambda each: each.values() if isinstance(each, Scores) else each, self.call)
             with ExitStack() as contexts:
                 if self.state != _state(device := self.q.device.type):
-                    gradients, inference, cast, dtype = self.state
+                    gradients, inference, cast, dtype, hooks = self.state
+                    contexts.enter_context(saved_tensors_hooks(*(hooks or _NO_HOOKS)))
                     contexts.enter_context(torch.inference_mode(inference))
                     contexts.enter_context(torch.set_grad_enabled(gradients))
                     contexts.enter_context(torch.autocast(device, dtype, enabled=cast))
@@ -143,7 +148,12 @@ def step(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Scores | Cor
 def _state(device: str) -> tuple[Any, ...]:
     is_cast = torch.is_autocast_enabled(device)
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), is_cast
-    return *modes, torch.get_autocast_dtype(device) if is_cast else None
+    return *modes, torch.get_autocast_dtype(device) if is_cast else None, _hooks()
+
+
+def _hooks() -> Any:
+    """Returns the hooks on tensors that are saved for the backward pass."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def _product(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Scores | None:
@@ -270,7 +280,7 @@ class Attends(TorchFunctionMode):
 
     def __init__(self, backend: str) -> None:
         super().__init__()
-        self.backend = backend
+        self.backend, self.hooks = backend, _hooks()
         self.pending: weakref.WeakSet[Scores] = weakref.WeakSet()
 
     @classmethod
@@ -286,12 +296,14 @@ class Attends(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is SDPA:
+        is_rerun = _hooks() != self.hooks  # in a checkpoint, whose second run is outside of this mode
+        if func is SDPA and not is_rerun:
             return attend_as_torch(self.backend, *args, **kwargs)
         unvalued = [each for each in args if type(each) is Unvalued]
         if func in _ABOUT or not (unvalued or self.pending or func in _NAMES) or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        found = step(func, [each.scores if type(each) is Unvalued else each for each in args], kwargs)
+        given_scores = [each.scores if type(each) is Unvalued else each for each in args]
+        found = None if is_rerun else step(func, given_scores, kwargs)
         if isinstance(found, Core) and (arguments := found.arguments()) is not None:
             self.pending.difference_update(found.weights.line())
             return found.run(self.backend, arguments)
