@@ -221,11 +221,10 @@ def capture(call: Call) -> ir.Model:
                 node.attributes.add(ir.AttrString("coordinate_transformation_mode", "half_pixel"))
     batch = shape_of(first := model.graph.inputs[call.batched.index(True)])[0]  # torch's name, like s34
     sides = {2: f"{vit.patch_hw[0]}*rows", 3: f"{vit.patch_hw[1]}*columns"} if options.dynamic_size else {}
-    of_batch = re.compile(rf"({BATCH}|\W|\d)+")  # e.g. 64*batch
     for value in (*model.graph.inputs, *model.graph.outputs):
         inner = sides if value is first else {}
         dims = [dim if isinstance(dim, int) else re.sub(rf"\b{batch}\b", BATCH, dim) for dim in shape_of(value)]
-        names = [dim if of_batch.fullmatch(str(dim)) else f"{value.name}_{i}" for i, dim in enumerate(dims)]
+        names = [n if re.fullmatch(rf"({BATCH}|\W|\d)+", str(n)) else f"{value.name}_{i}" for i, n in enumerate(dims)]
         value.shape = ir.Shape([inner.get(i, name) for i, name in enumerate(names)])
     _name_linears(model, vit.model)
     return model
@@ -233,16 +232,18 @@ def capture(call: Call) -> ir.Model:
 
 def _to_onnx(module: _Exported, call: Call) -> ir.Model:
     options, (height, width), (patch_h, patch_w) = call.options, call.vit.image_hw, call.vit.patch_hw
+    inputs, exported = call.example(), None
     dimensions: dict[int, Any] = {0: torch.export.Dim(BATCH)} if options.dynamic_batch else {}
     if options.dynamic_size:  # torch would specialize a square, or the model's own size
-        height, width = height + patch_h, width + 2 * patch_w
         dimensions |= {2: patch_h * torch.export.Dim("rows"), 3: patch_w * torch.export.Dim("columns")}
-    inputs, exported = call.example(), None
-    if options.dynamic_size:
-        inputs = (torch.randn(len(inputs[0]), call.vit.in_chans, height, width, device="cpu"),)
+        inputs = (torch.randn(len(inputs[0]), call.vit.in_chans, height + patch_h, width + 2 * patch_w, device="cpu"),)
     shapes = tuple(dimensions if batched else {} for batched in call.batched)
+
+    def export() -> torch.export.ExportedProgram:
+        return torch.export.export(module, inputs, dynamic_shapes=(shapes,), strict=False)
+
     try:
-        exported = torch.export.export(module, inputs, dynamic_shapes=(shapes,), strict=False)
+        exported = export()
         table = decompositions(options)
         if calls_any(exported, table):  # otherwise torch.onnx.export would only repeat the work
             exported = exported.run_decompositions(table)
@@ -253,7 +254,7 @@ def _to_onnx(module: _Exported, call: Call) -> ir.Model:
     except UnsupportedInputError:
         raise
     except Exception as error:
-        reasons = reasons_of(error, exported, lambda: module(*call.feed(3)))
+        reasons = reasons_of(error, exported, lambda: module(*call.feed(3)), export)
         raise UnsupportedInputError(f"export of {call.vit.name}", reasons) from error
     model: ir.Model = program.model
     return model
@@ -266,8 +267,7 @@ def calls_any(exported: torch.export.ExportedProgram, operators: Container[Any])
 
 def optimize(model: ir.Model, options: ExportOptions) -> list[Fusion]:
     """Removes inverse transposes and fuses operators for the target, in place; returns the fusions."""
-    # remove pairs of inverse transposes, which libraries use around attention
-    rewrite(model, [transpose_transpose_rule, no_op_transpose_rule])
+    rewrite(model, [transpose_transpose_rule, no_op_transpose_rule])  # libraries transpose twice around attention
     if options.targets_ort:
         fuse_bias_gelu(model)
         model.opset_imports[MICROSOFT] = 1

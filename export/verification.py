@@ -118,7 +118,7 @@ def _verify(path: Path, call: Call, images: list[Image.Image], split: bool) -> t
 def _reference(call: Call, inputs: tuple[Tensor, ...], signature: Signature, split: bool) -> dict[str, np.ndarray]:
     """Runs the eager model in the dtype of its parameters; if `split`, image by image, which needs less memory."""
     dtype = next((p.dtype for p in call.vit.model.parameters() if p.is_floating_point()), torch.float64)
-    inputs = tuple(cast(inputs, dtype))
+    inputs = tuple(cast([x.clone() for x in inputs], dtype))  # a model may modify its inputs
     parts = list(zip(*(x.split(1) for x in inputs))) if split else [inputs]
     with call.vit.exporting("eager", call.options.dynamic_size), torch.inference_mode():
         outputs = list(map(call, parts))

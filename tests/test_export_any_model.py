@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -294,7 +295,7 @@ class HasUnbatchedOutputs(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         turned = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * self.turn)
         found = {"mean": x.mean((1, 2, 3)), "scale": torch.tensor(2.0), "grid": torch.arange(8.0).view(2, 4), "x": x}
-        return found | {"planes": x.flatten(0, 1), "turned": turned}
+        return found | {"planes": x.flatten(0, 1), "turned": turned, "none": x[:, :0]}
 
 
 def test_outputs_without_a_batch(tmp_path: Path) -> None:
@@ -306,41 +307,35 @@ def test_outputs_without_a_batch(tmp_path: Path) -> None:
     for count in (0, 3, 4):
         found = runner(x := torch.randn(count, 3, 8, 8))
         assert found["scale"] == 2 and found["grid"].shape == (2, 4) and found["mean"].shape == (count,)
+        assert found["none"].shape == (count, 0, 8, 8)
         torch.testing.assert_close(found["planes"], x.flatten(0, 1))
         torch.testing.assert_close(found["turned"], model(x)["turned"])
         torch.testing.assert_close(found["x_output" if "x_output" in found else "x"], x)
 
 
-class Branches(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if x.sum() > 0 else -x
+class Computes(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
 
 
-class FixesTheBatch(nn.Module):
-    offset = torch.arange(2.0).view(2, 1, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + self.offset).sum((2, 3))
-
-
-class ReturnsText(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, str]:
-        return x, "text"
-
-
-class HasNoOperator(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.special.airy_ai(x)
+OFFSET = torch.arange(2.0).view(2, 1, 1, 1)
+LENGTH = Computes(lambda x: torch.ones(5).expand(len(x), -1) * x.mean())
+RETURNS_TEXT = Computes(lambda x: (x, "text"))
 
 
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (Branches(), {}, r"test_export_any_model\.py:\d+: return x if x\.sum\(\) > 0(.|\n)*use torch\.where"),
-        (FixesTheBatch(), {}, r"x \+ self\.offset(.|\n)*the model fixes the batch: .*dynamic_batch=False"),
-        (HasNoOperator(), {}, r"return torch\.special\.airy_ai\(x\)(.|\n)*compute it from others"),
-        (ReturnsText(), {}, "output_1 must be a tensor, got str"),
-        (ReturnsText(), {"output": "logits"}, "must not be given with example"),
+        (Computes(lambda x: x if x.sum() > 0 else -x), {}, r"any_model\.py:\d+: .*sum\(\) > 0(.|\n)*use torch\.where"),
+        (Computes(lambda x: x + OFFSET), {}, r"x \+ OFFSET(.|\n)*the model fixes the batch: .*dynamic_batch=False"),
+        (LENGTH, {}, r"any_model\.py:\d+: LENGTH = (.|\n)*the model fixes the batch: .* instead of len\(x\)"),
+        (Computes(torch.special.airy_ai), {}, r"return self\.function\(x\)(.|\n)*compute it from others"),
+        (RETURNS_TEXT, {}, "output_1 must be a tensor, got str"),
+        (RETURNS_TEXT, {"output": "logits"}, "must not be given with example"),
         (nn.Conv2d(3, 3, 1), {"example": torch.tensor(1.0)}, "first axis is a batch"),
         (nn.Conv2d(3, 3, 1), {"preprocess": True}, "data_config must be given"),
     ],
@@ -354,7 +349,8 @@ def test_models_that_cannot_be_captured(model: Any, options: Any, message: str, 
 @pytest.mark.slow
 def test_a_fixed_batch_and_preprocessing(tmp_path: Path) -> None:
     example = torch.randn(2, 3, 8, 8)
-    report = export_onnx(FixesTheBatch(), tmp_path / "m.onnx", example=example, dynamic_batch=False)
+    model: nn.Module = Computes(lambda x: (x + OFFSET).sum((2, 3)))
+    report = export_onnx(model, tmp_path / "m.onnx", example=example, dynamic_batch=False)
     assert report.verified and report.outputs == {"output": [2, 3]}
     data = {"mean": [0.4] * 3, "std": [0.2] * 3}
     model, given = BackboneAndHead().eval(), {"example": SMALL_IMAGES, "preprocess": True, "data_config": data}

@@ -171,6 +171,11 @@ def test_a_loss_that_a_user_would_notice_does_not_pass() -> None:
     swapped[rows, logits[rows].argmax(1)] = ordered[rows, -2] - 1e-3
     loss = loss_of(swapped, logits, "logits")
     assert loss.flips == 12 and not loss.acceptable()
+    constant = np.full(8, 100.0)
+    assert loss_of(constant + 1e-5, constant, "scale").acceptable(), "a rounding error"
+    assert not loss_of(constant + 1e-3, constant, "scale").acceptable()
+    masked = np.append(constant, -np.inf)
+    assert loss_of(masked, masked, "scores").max_error == 0 and not loss_of(-masked, masked, "scores").acceptable()
 
 
 def vpmaddubsw(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
