@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import vit_fast
 from vit_fast.accuracy import judge
 from vit_fast.blocks import block, packed
+from vit_fast.ops import packed_linear
 from vit_fast.ops.packed_linear import PackedLinear, can_pack, implementations
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.float32), reason="torch without oneDNN or MKL")
@@ -94,15 +95,16 @@ def test_every_kind_of_block(
             assert accuracy.passed, accuracy
 
 
-def test_a_convolution_is_packed_for_one_number_of_tokens() -> None:
+def test_a_convolution_is_packed_for_one_layout() -> None:
     """oneDNN takes 100 times as long if the layout of the weight is another one than that for the pixels."""
-    weight, bias = torch.randn(2304, 768), torch.randn(2304)
+    weight, bias = torch.randn(1024, 256), torch.randn(1024)
     linear = PackedLinear(weight, bias, implementation="conv")
-    for shape, packed_for in (((1, 1), None), ((1, 50), 50), ((3, 50), 50), ((2, 1), 0), ((1, 50), 0), ((1, 197), 0)):
-        x = torch.randn(*shape, 768)
+    same = packed_linear._layout(weight.shape, torch.Size((3, 256, 1, 50)), torch.get_num_threads())
+    same_layout = same == packed_linear._layout(weight.shape, torch.Size((1, 256, 1, 50)), torch.get_num_threads())
+    for shape, packs in (((1, 1), False), ((1, 50), True), ((3, 50), same_layout), ((2, 1), False), ((1, 50), False)):
+        x = torch.randn(*shape, 256)
         torch.testing.assert_close(linear(x), nn.functional.linear(x, weight, bias), atol=1e-3, rtol=1e-4)
-        held, tokens = linear._weight
-        assert tokens == packed_for and held.is_mkldnn == bool(tokens)
+        assert linear._weight[0].is_mkldnn == packs
 
 
 def _exported(model: nn.Module, x: Tensor) -> Any:

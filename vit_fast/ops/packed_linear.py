@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class PackedLinear:
             pack = mkl._mkl_reorder_linear_weight if self._by == "mkl" else mkldnn._reorder_linear_weight
             self._weight = pack(weight.contiguous(), ROWS)
         if self._by == "conv":
-            self._weight = self._weight, None  # and the number of tokens that it is packed for; 0: no more
+            self._weight = self._weight, None  # and the number of tokens and the layout if it is packed; (): no more
         self._shape_only = weight.new_empty(()).expand(weight.shape)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -83,26 +83,40 @@ class PackedLinear:
         return y if residual is None else y.add_(residual)
 
     def _convolve(self, x: Tensor) -> Tensor:
-        """Packs the weight in the first call, because oneDNN's layout depends on the number of tokens.
+        """Packs the weight in the first call, because oneDNN's layout depends on the numbers of images and tokens.
 
-        Unpacks it for good if another number follows: oneDNN would take up to 100 times as long for another layout.
+        Unpacks it for good if a call has another layout, for which oneDNN would take up to 100 times as long. The same
+        for another number of tokens, because a model with images of many sizes would search for the layout of each.
         """
         *_, tokens, channels = x.shape
-        weight, packed_for = self._weight
-        if packed_for is None and tokens >= FEW_TOKENS:
-            shape = (1, channels, 1, tokens)
-            weight = torch.ops.mkldnn._reorder_convolution_weight(weight[:, :, None, None], *_ONE_PIXEL, shape)
-            self._weight = weight, tokens
-        elif weight.is_mkldnn and packed_for != tokens:
+        pixels = x.view(-1, 1, tokens, channels).permute(0, 3, 1, 2)  # channels_last
+        weight, layout = self._weight
+        if layout is None and tokens >= FEW_TOKENS:
+            weight = _packed_kernel(weight, pixels.shape)
+            self._weight = weight, (tokens, _layout(self.shape, pixels.shape, torch.get_num_threads()))
+        elif weight.is_mkldnn and (
+            tokens != layout[0] or _layout(self.shape, pixels.shape, torch.get_num_threads()) != layout[1]
+        ):
             weight = weight.to_dense().flatten(1)
-            self._weight = weight, 0
+            self._weight = weight, ()
         if not weight.is_mkldnn:
             return F.linear(x, weight, self._bias)
-        pixels = x.view(-1, 1, tokens, channels).permute(0, 3, 1, 2)  # channels_last
         y: Tensor = torch.ops.mkldnn._convolution_pointwise.default(
             pixels, weight, self._bias, *_ONE_PIXEL, *_NO_EPILOGUE
         )
         return y.permute(0, 2, 3, 1).view(*x.shape[:-1], -1)
+
+
+def _packed_kernel(weight: Tensor, pixels: Sequence[int]) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(weight[:, :, None, None], *_ONE_PIXEL, pixels)
+    return packed
+
+
+@functools.lru_cache(256)
+def _layout(shape: torch.Size, pixels: torch.Size, threads: int) -> tuple[int, ...]:
+    """Returns oneDNN's description of the layout of a weight [N, K] for pixels [B, K, 1, tokens]."""
+    packed = _packed_kernel(torch.empty(shape, device="cpu", dtype=torch.float32), pixels)
+    return tuple(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
 
 
 @functools.cache
