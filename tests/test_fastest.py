@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fused_models import SUBJECTS
+from spellings import Net, PostNorm, SequenceFirst
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vit_fast
@@ -19,6 +20,7 @@ from vit_fast.blocks import fastest, packed
 from vit_fast.files import cache_folder
 from vit_fast.measure import cache
 from vit_fast.ops.packed_linear import can_pack
+from vit_fast.reading import forms
 
 pytestmark = [
     pytest.mark.skipif(not can_pack(torch.float32), reason="torch without oneDNN or MKL"),
@@ -36,9 +38,9 @@ class Machine:
 
     def build(self, by: dict[str, str], timed: Any) -> Callable[[], None]:
         layers = [timed(layer, functools.partial(self.run, name)) for layer, name in by.items()]
-        return lambda: [layer(range(images)) for images in fastest.IMAGES for layer in layers] and None
+        return lambda: [layer(torch.empty(images)) for images in fastest.IMAGES for layer in layers] and None
 
-    def run(self, name: str, images: range) -> None:
+    def run(self, name: str, images: torch.Tensor) -> None:
         self.calls += 1
         ms = self.ms[name]
         ms = ms[fastest.IMAGES.index(len(images))] if isinstance(ms, tuple) else ms * len(images)
@@ -174,6 +176,41 @@ def test_freeze_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
             steps = block.vit_fast_parts.frozen.steps()
             assert {steps.qkv._by, steps.proj._by, steps.fc1._by, steps.fc2._by} == {"conv"}
             assert steps.attend.args == (dict.fromkeys(packed.TOKENS, "graph"),)
+    fastest._known.cache_clear()
+
+
+@pytest.mark.parametrize("block", [PostNorm, SequenceFirst])
+@pytest.mark.parametrize("seconds", [-1.0, 1.0])
+def test_modules_that_are_faster_as_they_are(block: Any, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that were read are measured as a whole; calls with packed weights take `seconds` more than two."""
+    now, images, sizes = 0.0, torch.randn(1, 3, 20, 16), set()
+    model = Net(block).eval()
+    vit_fast.fuse(model, "sdpa", example=images)
+    expected, run_packed = model(images), forms.run_packed
+
+    def clock() -> float:
+        nonlocal now
+        now += 2.0
+        return now
+
+    def run(packed: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        nonlocal now
+        now += seconds
+        sizes.add(len(x))
+        return run_packed(packed, x, *args, **options)
+
+    monkeypatch.setattr(fastest, "perf_counter", clock)
+    monkeypatch.setattr(forms, "run_packed", run)
+    monkeypatch.setattr(fastest, "_measure", MEASURE)
+    fastest._known.cache_clear()
+    frozen = vit_fast.freeze(model)
+    assert max(sizes) == 4 * min(sizes) and len(frozen) == (2 if seconds < 0 else 0)
+    assert seconds < 0 or "packed weights are not measurably faster" in str(frozen)
+    sizes.clear()
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), expected, rtol=1e-5, atol=1e-5)
+    assert len(sizes) == (1 if seconds < 0 else 0)
+    assert vit_fast.freeze(model).skipped == frozen.skipped, "a result of this process"
     fastest._known.cache_clear()
 
 

@@ -15,8 +15,8 @@ from spellings import Net, NormedBranch, NormedResidual, Parallel, PostNorm, Res
 from torch import Tensor, nn
 
 import vit_fast
+from vit_fast.blocks import packed
 from vit_fast.blocks.fp8_scales import FrozenFp8
-from vit_fast.blocks.packed import Packed
 from vit_fast.fusion.fuse import frozen_of
 from vit_fast.kernels.linear import folding
 from vit_fast.model import VisionTransformer
@@ -155,16 +155,18 @@ def test_an_encoder_layer_of_torch_runs_fused_and_frozen() -> None:
 # --- changed weights: folded, packed and in e4m3 ----------------------------------------------------------------------
 
 
-@pytest.fixture(params=["folded", "fp8", "packed"])
-def model(request: pytest.FixtureRequest) -> Any:
-    """Returns a frozen model."""
+@pytest.fixture(params=["folded", "fp8", "packed", "in place"])
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns a frozen model. ATen's implementation ("in place") reads the weights themselves."""
     subject, is_fp8 = SUBJECTS["vit-fast"], request.param == "fp8"
-    dtype = torch.bfloat16 if is_fp8 else torch.float32
-    model = subject.build().eval().to("cpu" if request.param == "packed" else DEVICE, dtype)
+    dtype, on_cpu = torch.bfloat16 if is_fp8 else torch.float32, request.param in ("packed", "in place")
+    if request.param == "in place":
+        monkeypatch.setattr(packed, "fastest", lambda layers, _: {key: names[0] for key, names in layers.items()})
+    model = subject.build().eval().to("cpu" if on_cpu else DEVICE, dtype)
     if is_fp8:
         vit_fast.calibrate(model, subject.inputs()["images"].to(DEVICE, dtype))
-    options = {"folded": {"backend": "triton"}, "packed": {"backend": "sdpa"}, "fp8": {"precision": "fp8"}}
-    vit_fast.fuse(model, **options[request.param])
+    options = {"folded": {"backend": "triton"}, "fp8": {"precision": "fp8"}}
+    vit_fast.fuse(model, **options.get(request.param, {"backend": "sdpa"}))
     assert len(vit_fast.freeze(model)) == 2
     assert all(isinstance(each, FrozenFp8) == is_fp8 for each in frozen_of(model))
     return model
@@ -175,8 +177,8 @@ def cached(model: nn.Module) -> list[Tensor]:
     for each in frozen_of(model):
         each.ensure_current()
     tensors = [tensor.float().clone() for each in frozen_of(model) for tensor in each.tensors]
-    packed = [each for each in frozen_of(model) if isinstance(each, Packed)]
-    layers = [step for each in packed for step in vars(each.steps()).values() if isinstance(step, PackedLinear)]
+    on_cpu = [each for each in frozen_of(model) if isinstance(each, packed.Packed)]
+    layers = [step for each in on_cpu for step in vars(each.steps()).values() if isinstance(step, PackedLinear)]
     return tensors + [layer(torch.eye(layer.shape[1])) for layer in layers]
 
 
@@ -207,7 +209,7 @@ def _narrower(model: Any) -> None:
     fc1, fc2 = model.blocks[0].mlp.fc1, model.blocks[0].mlp.fc2
     fc1.weight, fc1.bias = nn.Parameter(fc1.weight[:-16].detach()), nn.Parameter(fc1.bias[:-16].detach())
     fc2.weight = nn.Parameter(fc2.weight[:, :-16].detach())
-    if not isinstance(frozen_of(model)[0], Packed):
+    if not isinstance(frozen_of(model)[0], packed.Packed):
         with pytest.raises(RuntimeError, match=r"call vit_fast\.freeze"):
             cached(model)
     assert len(vit_fast.freeze(model)) == 2

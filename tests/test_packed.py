@@ -69,7 +69,7 @@ def test_every_kind_of_block(
     runs: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With each implementation of the linear layers; attention runs by oneDNN Graph, and in one case by flash."""
+    """With each implementation of the linear layers; attention runs by flash, and in one case by oneDNN Graph."""
     library, reason = NOT_IN_OLDEST.get(name, ("", ""))
     if library and is_older_than_pinned(library):
         pytest.skip(reason)

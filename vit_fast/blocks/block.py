@@ -233,6 +233,9 @@ def freeze_block(block: Any) -> list[str]:
         parts.fp8.cached_of(parts)
     elif type(parts.frozen) is not kind or parts.frozen.dtype != dtype:
         parts.frozen = kind(attention, mlp, dtype, attention.rope_head if folds and attention is not None else 0)
+        if kind is Packed and not block.gains_by_packing():
+            parts.frozen = None
+            return ["packed weights are not measurably faster on this CPU"]
         return []
     try:
         parts.frozen.refresh()

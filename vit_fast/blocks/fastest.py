@@ -28,13 +28,13 @@ from ..version import __version__, cpu_model
 
 Layers = Mapping[str, Sequence[str]]  # names of implementations per layer; the first is the default
 Timed = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # wraps the function of a layer, to measure its calls
-Times = dict[int, list[float]]  # by number of images: the shortest durations in even and in odd rounds
+Times = dict[int, list[float]]  # by size of the input: the shortest durations in even and in odd rounds
 Build = Callable[[Mapping[str, str], Timed], Callable[[], object]]
 
 IMAGES = (1, 4)  # on an AMD EPYC (Zen 3), oneDNN is often faster than MKL for one image, and slower for four and more
 MARGIN = 1.02  # an implementation must be faster than the default by this factor, and for no input slower by it
 NOISE = 1.1  # factor between the best even and odd rounds, above which a result is not stored in the file
-MIN_ROUNDS, MAX_ROUNDS = 4, 16
+MIN_ROUNDS, MAX_ROUNDS = 4, 40
 SECONDS = 0.1  # target for all rounds
 MAX_SECONDS = 3.0  # limit after two rounds, which only a busy machine or a large layer reaches
 SETTINGS = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_", "GOMP_")  # prefixes of environment variables
@@ -48,8 +48,8 @@ def fastest(layers: Layers, build: Build) -> dict[str, str]:
     Args:
         layers: The keys describe operator, dtype and sizes of each layer. The default runs the layer as before
             `freeze`. Another implementation is selected only if it is not slower for any of the measured inputs.
-        build: Returns a function that runs all layers once per number of images, the length of their first argument.
-            Gets the implementation of each layer, and `Timed`.
+        build: Returns a function that runs all layers once for each input. Gets the implementation of each layer, and
+            `Timed`. The first argument of a layer is a tensor.
     """
     selected = {layer: names[0] for layer, names in layers.items()}
     if is_traced():
@@ -90,9 +90,10 @@ def _measure(layers: Layers, build: Build) -> dict[str, str]:
         def run(*args: Any) -> Any:
             start = perf_counter()
             output = call(*args)
+            elapsed = perf_counter() - start
             if number:  # the first round may allocate, compile and start threads
-                pair = best[layer].setdefault(len(args[0]), [math.inf, math.inf])
-                pair[number % 2] = min(pair[number % 2], perf_counter() - start)
+                pair = best[layer].setdefault(args[0].numel(), [math.inf, math.inf])
+                pair[number % 2] = min(pair[number % 2], elapsed)
             return output
 
         return run
@@ -116,12 +117,12 @@ def _measure(layers: Layers, build: Build) -> dict[str, str]:
 
 
 def _is_quiet(times: Mapping[str, Times]) -> bool:
-    return all(max(pair) <= NOISE * min(pair) for by_images in times.values() for pair in by_images.values())
+    return all(max(pair) <= NOISE * min(pair) for by_size in times.values() for pair in by_size.values())
 
 
 def _choose(times: Mapping[str, Times]) -> str:
     default, before = next(iter(times.items()))
-    relative = {name: [min(pair) / min(before[n]) for n, pair in now.items()] for name, now in times.items()}
+    relative = {name: [min(pair) / min(before[size]) for size, pair in now.items()] for name, now in times.items()}
     name = min((each for each in times if max(relative[each]) <= MARGIN), key=lambda each: fmean(relative[each]))
     return name if MARGIN * fmean(relative[name]) <= 1 else default
 

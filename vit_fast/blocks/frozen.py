@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,7 @@ class Frozen:
     every_source = False  # see `sources`
     marked_static = False  # True if the tensors are marked with mark_static_address
     layers: Any = None
+    in_place: Collection[int] = ()  # ids of tensors that are read in each call, so that changes in place have an effect
 
     # an AttentionParts and an MlpParts, or one of them and None; only `FrozenFp8` needs both
     def __init__(self, attention: Any, mlp: Any, dtype: torch.dtype, rope_head: int) -> None:
@@ -65,7 +67,9 @@ class Frozen:
                     snapshots = []
                 else:  # wait until the GPU has written the tensors, because other streams read them
                     torch.cuda.current_stream(self.tensors[0].device).synchronize()
-            self._snapshots = snapshots
+            self._snapshots = [
+                (*each[:4], IN_PLACE, *each[5:]) if id(each[3]) in self.in_place else each for each in snapshots
+            ]
 
     def _recompute(self) -> None:
         computed = self._computed()
@@ -124,9 +128,9 @@ class Frozen:
         for own, place, name, held, version, address, _ in self._snapshots:
             now = own[name] if name in own else place.get(name, _GONE)
             if now is held:
-                if held is None:
+                if held is None or version == IN_PLACE:
                     continue
-                if (version < 0 or held._version == version) and held.data_ptr() == address:
+                if (version == INFERENCE or held._version == version) and held.data_ptr() == address:
                     continue
             self.refresh()
             return
@@ -143,6 +147,7 @@ class Frozen:
 # references to tensor and storage prevent another tensor from getting the same id or address.
 _Snapshot = tuple[dict[str, Any], dict[str, Any], str, Tensor | None, int, int, torch.UntypedStorage | None]
 _GONE = object()
+INFERENCE, IN_PLACE = -1, -2  # instead of a version: an inference tensor has none, and changes in place have an effect
 
 
 def _snapshot(owner: nn.Module, name: str) -> _Snapshot:
@@ -151,7 +156,7 @@ def _snapshot(owner: nn.Module, name: str) -> _Snapshot:
     tensor = place.get(name)
     if tensor is None:
         return own, place, name, None, 0, 0, None
-    version = -1 if tensor.is_inference() else tensor._version
+    version = INFERENCE if tensor.is_inference() else tensor._version
     return own, place, name, tensor, version, tensor.data_ptr(), tensor.untyped_storage()
 
 

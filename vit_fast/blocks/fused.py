@@ -227,6 +227,7 @@ class FusedNormMlp(FusedModule):
     stands_alone: ClassVar[bool] = False  # True if forward runs only the halves that were read
     in_sequence: ClassVar[bool] = True  # False if `FusedBlocks` must call forward, which checks more than the parts
     vit_fast_parts: BlockParts | None = None
+    vit_fast_idle: bool = True  # True if the original is as fast with the backend sdpa, unless weights are cached
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
@@ -254,12 +255,16 @@ class FusedNormMlp(FusedModule):
         return None if parts.mlp is None or parts.mlp.drops() else parts
 
     def is_idle(self) -> bool:
-        if PLACE in self._modules:
+        if not self.vit_fast_idle or PLACE in self._modules:
             return False
         if torch.compiler.is_compiling():  # compiled blocks use no packed weights
             return True
         parts = self.__dict__.get("vit_fast_parts")
         return parts is None or (parts.frozen is None and parts.fp8 is None)
+
+    def gains_by_packing(self) -> bool:
+        """True unless the module is faster without its packed weights."""
+        return True
 
     def drop_frozen(self) -> None:
         parts = self.__dict__.get("vit_fast_parts")

@@ -47,10 +47,12 @@ class Packed(Frozen):
         attention, mlp = self.attention, self.mlp
         linears: dict[str, tuple[Any, ...]] = {}  # weight, bias, LayerScale and activation
         steps: dict[str, Any] = {"first": None, "second": None, "gate": None, "terms": None}
+        norms: list[Norm] = []
         for name, half in (("first", attention), ("second", mlp)):
             if half is not None:
-                norms = [each.now() for each in (half.norm, half.branch_norm, half.end_norm)]
-                steps[name] = SimpleNamespace(norm=norms[0], branch=norms[1], end=norms[2], residual=half.residual)
+                norm, branch, end = (each.now() for each in (half.norm, half.branch_norm, half.end_norm))
+                norms += (norm, branch, end)
+                steps[name] = SimpleNamespace(norm=norm, branch=branch, end=end, residual=half.residual)
         if attention is not None:
             linears["qkv"] = *attention.qkv.tensors(), None, None
             linears["proj"] = *attention.with_scale(attention.proj), None
@@ -66,14 +68,19 @@ class Packed(Frozen):
         if self._selected is None:
             _reuse_freed_buffers()
             self._selected = _select(linears, steps, self.dtype)
+        in_place = {id(tensor) for norm in norms for tensor in (norm.weight, norm.bias)}
+        copied: set[int] = set()
         for name, tensors in linears.items():
             steps[name] = PackedLinear(*tensors, implementation=self._selected[name])
+            (in_place if steps[name].in_place else copied).update(map(id, tensors))
+        self.in_place = in_place - copied
         attends = {tokens: self._selected.get(f"attend {tokens}", "") for tokens in TOKENS}
         attend: Callable[..., Tensor] = functools.partial(_attend, attends)
         if steps["terms"] is not None:
             attend = functools.partial(_attend_terms, self._selected["terms"], _with_one_bias(steps["terms"]))
-        width = max(len(weight) for weight, *_ in linears.values())
-        self._steps = SimpleNamespace(**steps, attend=attend, width=width)
+        first, *_ = linears.values()
+        width = max(len(weight) for weight, *_ in linears.values())  # of the widest output, for each token
+        self._steps = SimpleNamespace(**steps, attend=attend, bytes=width * self.dtype.itemsize / first[0].shape[1])
 
     def steps(self) -> Any:
         self.ensure_current()
@@ -86,19 +93,18 @@ def run_packed(
 ) -> Tensor:  # fmt: skip
     """Runs blocks on [B, N, C] or [total, C]; the last one computes only the first `outputs` tokens (None: all)."""
     steps = [packed.steps() for packed in blocks]  # first, because operators wait while Python runs
-    parts: tuple[Tensor, ...] = (x,)
+    groups: Sequence[Tensor] = (x,)
     if terms is not None:
         attend = functools.partial(_attend_terms, "flash", _with_one_bias(terms))
         steps = [SimpleNamespace(**vars(step) | {"attend": attend}) for step in steps]
-    elif keys is None and (rope is None or rope.cos.ndim == 2):  # images can run in groups
-        width = max(step.width for step in steps)
+    elif x.numel() * steps[0].bytes > GROUP_BYTES and keys is None and (rope is None or rope.cos.ndim == 2):
         most = max(GROUP_BYTES, THREAD_BYTES * torch.get_num_threads())
-        images = max(1, most // (x.shape[1] * width * x.element_size()))
-        if len(x) > images:
-            parts = x.split(math.ceil(len(x) / math.ceil(len(x) / images)))
-    for left, step in zip(reversed(range(len(steps))), steps):
-        parts = tuple(_run_block(part, step, rope, keys, None if left else outputs) for part in parts)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        images = max(1, int(most / (x[0].numel() * max(step.bytes for step in steps))))  # that can run in a group
+        groups = x.split(math.ceil(len(x) / math.ceil(len(x) / images)))
+    for step in steps[:-1]:
+        groups = [_run_block(each, step, rope, keys, None) for each in groups]
+    groups = [_run_block(each, steps[-1], rope, keys, outputs) for each in groups]
+    return groups[0] if len(groups) == 1 else torch.cat(groups)
 
 
 def _run_block(x: Tensor, step: Any, rope: Rope | None, keys: Keys | None, outputs: int | None) -> Tensor:
@@ -314,12 +320,15 @@ def packed_for(parts: BlockParts, x: Tensor) -> Packed | None:
     packed = parts.frozen
     if not isinstance(packed, Packed) or parts.fp8 is not None or x.dtype is not packed.dtype:
         return None
-    if type(x) is not Tensor or is_traced():
+    # few functions, because each takes microseconds after a large operator: the CPU's caches do not contain its code
+    if type(x) is not Tensor or not x.is_cpu or x.numel() == 0 or is_traced():
         return None
-    if x.numel() == 0 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled("cpu"):
         return None
     for half, own in zip(parts.halves, (packed.attention, packed.mlp)):  # None if the half must run as modules
-        if own is not None and (half is None or half.drops() or half.drops_path()):
+        if own is not None and (
+            half is None or (half.dropouts and half.drops()) or (half.drop_path and half.drops_path())
+        ):
             return None
     needs_grad = torch.is_grad_enabled() and needs_gradient(x, *parts.watch.owner.parameters())
     return None if needs_grad else packed

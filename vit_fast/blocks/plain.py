@@ -125,7 +125,8 @@ class Watch:
         self.modules = tuple(child for _, _, child in edges)
         self._direct: list[tuple[dict[str, Any], str, object]] = []  # avoids nn.Module.__getattr__, which is slow
         self._others: list[tuple[Any, str, object]] = []
-        for owner, name, value in values:
+        unique = {(id(owner), name): (owner, name, value) for owner, name, value in values}  # both halves read the same
+        for owner, name, value in unique.values():
             own = getattr(owner, "__dict__", {})
             if name in own:
                 self._direct.append((own, name, value))

@@ -154,9 +154,10 @@ def freeze(model: nn.Module) -> FreezeReport:
     then proj and fc2 also need additional memory.
 
     On a CPU (backend sdpa), copies the weights of all linear layers in the blocks into the layout of the fastest
-    implementation: oneDNN, MKL or ATen. The first freeze of a layer shape on a machine measures the implementations and
-    caches the result for later processes; `vit-fast cache --clear` removes it. The first forward of each input shape
-    may compile attention by oneDNN Graph, which takes 5 to 100 ms. Autocast, torch.compile, torch.export, tracing and
+    implementation: oneDNN or MKL; ATen needs no copy. The first freeze of a layer shape on a machine measures the
+    implementations and caches the result for later processes; `vit-fast cache --clear` removes it. Modules that were
+    read by their computation are skipped if they are not measurably faster. The first forward of each input shape may
+    compile attention by oneDNN Graph, which takes 5 to 100 ms. Autocast, torch.compile, torch.export, tracing and
     torch.func use the original weights.
 
     A forward in another dtype, in training mode, or with gradients uses the original weights.

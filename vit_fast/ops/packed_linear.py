@@ -47,15 +47,16 @@ class PackedLinear:
         if scale is not None:
             weight = (weight.float() * scale.float()[:, None]).to(weight.dtype)
             bias = None if bias is None else bias.float() * scale.float()
-        # copy the bias, so that an update of the parameter changes no bias before the weight is packed again
-        self._bias = None if bias is None else bias.to(weight.dtype, copy=True)
         self._by, _, self._fused = implementation.partition("-")
+        self.in_place = self._by == "aten" and scale is None and weight.is_contiguous()  # reads the tensors themselves
+        # copy the bias, so that an update of the parameter changes no bias before the weight is packed again
+        self._bias = None if bias is None else bias.to(weight.dtype, copy=not self.in_place)
         self._epilogue = _EPILOGUES.get(str(activation), _NO_EPILOGUE) if self._fused else _NO_EPILOGUE
         after = activation is not None and self._epilogue is _NO_EPILOGUE
         self._activation = _IN_PLACE[str(activation)] if after else None
         self.shape = weight.shape
         if self._by in ("aten", "conv"):
-            self._weight: Any = weight.clone(memory_format=torch.contiguous_format)
+            self._weight: Any = weight if self.in_place else weight.clone(memory_format=torch.contiguous_format)
         else:
             mkl, mkldnn = torch.ops.mkl, torch.ops.mkldnn
             pack = mkl._mkl_reorder_linear_weight if self._by == "mkl" else mkldnn._reorder_linear_weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.block import parts_of, run_attention, run_halves
+from ..blocks.fastest import Timed, fastest
 from ..blocks.fused import Finding, FusedModule, FusedNormMlp
 from ..blocks.outlines import Node, attached
 from ..blocks.packed import packed_for, run_packed
@@ -18,14 +20,14 @@ from ..blocks.parts import Argument, AttentionParts, BlockParts, Derived, MlpPar
 from ..blocks.reading import Reader
 from ..ops.registration import in_transform, is_exporting, matmul_dtype, needs_gradient
 from .arguments import Ties, bound, fits
-from .calls import Call, Kind, attributes_of, drop_slots, state_of, structure_of
-from .matcher import Reading, WithLayout
+from .calls import Call, Kind, attributes_of, drop_slots, rebuilt, state_of, structure_of
+from .matcher import Reading
 from .proof import Dtypes, slots_of
 from .scores import Attends
 
 
 @dataclass(frozen=True)
-class Recipe(WithLayout):
+class Recipe:
     """A proved reading with paths instead of modules, valid for all modules of equal structure."""
 
     attention: Node
@@ -34,11 +36,17 @@ class Recipe(WithLayout):
     uses_sdpa: bool
     kind: str  # the parts, for the report
     call: Call
+    captured: tuple[int, ...]  # shape of the tokens in the example
     shape: tuple[int | None, ...]  # of the tokens; None for sizes that the forward does not depend on
     ties: tuple[Ties, ...]  # of the sizes of other tensors, one of which must hold
     dtypes: tuple[Dtypes, ...]
     trains: bool  # True if training mode computes the same as evaluation mode, apart from dropout
     differentiates: bool  # True if the gradients are equal also for masks that hide all keys of a query
+
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """True if the module gets and returns one tensor [B, N, C]: nothing to convert, which takes microseconds."""
+        return self.layout in ("[B, N, C]", "[..., C]") and self.call.has_one_tensor
 
     def reading(self, module: nn.Module) -> Reading:
         return Reading(attached(module, self.attention), attached(module, self.mlp), self.layout, self.uses_sdpa)
@@ -122,14 +130,13 @@ class ReadModule(Created, FusedNormMlp):
         cls._read_half(reader, "attention")
         return Finding(tuple(reader.reasons), bypassed=[each for each in module.modules() if each is not module])
 
-    def is_idle(self) -> bool:
-        return self.vit_fast_recipe.uses_sdpa and super().is_idle()
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        tensors = self.vit_fast_recipe.call.tensors(args, kwargs)
+        recipe = self.vit_fast_recipe
+        plain = recipe.is_plain and len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        tensors = args if plain else recipe.call.tensors(args, kwargs)
         if tensors is None or not self._is_captured(*tensors) or (parts := self.ready()) is None:
             return super().forward(*args, **kwargs)
-        recipe, (x, *others), (attention, mlp) = self.vit_fast_recipe, tensors, parts.halves
+        (x, *others), (attention, mlp) = tensors, parts.halves
         attention = bound(attention, others) if others else attention
         rope = None if attention is None or attention.rope is None else attention.rope.now()
         if rope is not None and needs_gradient(rope.cos, rope.sin):  # kernels do not compute gradients of tables
@@ -142,25 +149,52 @@ class ReadModule(Created, FusedNormMlp):
             if frozen or (matmul_dtype(x) == torch.float16 and self.vit_fast_backend == "sdpa"):
                 return super().forward(*args, **kwargs)
             parts = replace(parts, attention=attention)
-        y, backend = recipe.batched(x), self.vit_fast_backend
+        reading, backend = None if plain else Reading(attention, mlp, recipe.layout), self.vit_fast_backend
+        y = x if reading is None else reading.batched(x)
         if backend == "sdpa" and (packed := packed_for(parts, y)) is not None:
             y = run_packed([packed], y, rope, None, terms=None if terms is None else terms.now(x.device))
         elif attention is not None and parts.is_pre_norm:
             y = self.run_as_block(parts, y, functools.partial(run_attention, attention, backend=backend), rope=rope)
         else:
             y = run_halves(attention, mlp, y, backend, parts.frozen)
-        return recipe.call.returned(recipe.restored(y, x), *tensors)
+        return y if reading is None else recipe.call.returned(reading.restored(y, x), *tensors)
 
     def _is_captured(self, x: Tensor, *others: Tensor) -> bool:
         recipe = self.vit_fast_recipe
-        if x.dim() != len(recipe.shape) or (x.dtype, *[each.dtype for each in others]) not in recipe.dtypes:
+        shape = x.shape
+        if len(shape) != len(recipe.shape) or (x.dtype, *[each.dtype for each in others]) not in recipe.dtypes:
             return False
-        if others and not any(fits(ties, x.shape, others) for ties in recipe.ties):
+        if others and not any(fits(ties, shape, others) for ties in recipe.ties):
             return False
-        for size, wanted in zip(x.shape, recipe.shape):
+        for size, wanted in zip(shape, recipe.shape):
             if wanted is not None and size != wanted:
                 return False
         return recipe.trains or not any(part.training for part in self.modules())
+
+    def gains_by_packing(self) -> bool:
+        """Compares packed weights with the module as it is, on the tokens of the example, and on four times as many."""
+        recipe, parts = self.vit_fast_recipe, parts_of(self)
+        frozen, x = parts.frozen, torch.zeros(recipe.captured, dtype=parts.frozen.dtype)
+        key = (
+            f"{self.original.__qualname__}, {frozen.dtype}, {(*x.shape, *[tuple(p.shape) for p in self.parameters()])}"
+        )
+        axis = recipe.reading(self).batch_axis
+        inputs = [x] if recipe.shape[axis] else [x, torch.cat([x] * 4, axis)]
+        if recipe.call.names or not all(self._is_captured(each) for each in inputs):
+            return True
+
+        def build(by: Mapping[str, str], timed: Timed) -> Callable[[], object]:
+            def call(x: Tensor) -> Any:
+                parts.frozen = frozen if by[key] == "packed" else None
+                args, kwargs = rebuilt(recipe.call.given, [x])
+                return self.forward(*args, **kwargs)
+
+            call = timed(key, call)
+            return lambda: [call(each) for each in inputs]
+
+        selected = fastest({key: ["as it is", "packed"]}, build)[key]
+        parts.frozen = frozen
+        return selected == "packed"
 
     def ready(self) -> BlockParts | None:
         """Returns the parts; None if the module changed, so that a half cannot be read, or drops at random."""
@@ -168,7 +202,7 @@ class ReadModule(Created, FusedNormMlp):
         if parts.fp8 is not None:
             parts.fp8.check(self.vit_fast_backend)
         for half, read in ((parts.attention, recipe.attention), (parts.mlp, recipe.mlp)):
-            if (half is None) is not (read[1] is None) or (half is not None and half.drops()):
+            if (half is None) is not (read[1] is None) or (half is not None and half.dropouts and half.drops()):
                 return None
         return parts
 
@@ -180,6 +214,7 @@ def attributes(module: nn.Module, recipe: Recipe) -> dict[str, Any]:
     """Returns the attributes that a fused class needs."""
     return {
         "vit_fast_recipe": recipe, "vit_fast_structure": structure_of(module), "vit_fast_state": state_of(module),
+        "vit_fast_idle": recipe.uses_sdpa,
     }  # fmt: skip
 
 

@@ -24,10 +24,14 @@ Parts = TypeVar("Parts", AttentionParts, MlpParts)
 LAYOUTS = {3: ("[B, N, C]", "[N, B, C]"), 4: ("[B, H, W, C]",)}  # of a module's input, by its number of dimensions
 
 
-class WithLayout:
-    """Base of descriptions of modules whose tokens have the layout `layout`, one of `LAYOUTS`."""
+@dataclass(frozen=True)
+class Reading:
+    """The parts of a module that maps tokens to tokens."""
 
+    attention: AttentionParts | None
+    mlp: MlpParts | None
     layout: str
+    uses_sdpa: bool = True  # True unless the module computes softmax attention without SDPA
 
     def batched(self, x: Tensor) -> Tensor:
         """Returns tokens as [B, N, C]."""
@@ -38,20 +42,6 @@ class WithLayout:
     @property
     def batch_axis(self) -> int:
         return 1 if self.layout == "[N, B, C]" else 0
-
-    def restored(self, y: Tensor, x: Tensor) -> Tensor:
-        """Undoes `batched` for the output y of an input x."""
-        return y.transpose(0, 1) if self.layout == "[N, B, C]" else y.view(x.shape)
-
-
-@dataclass(frozen=True)
-class Reading(WithLayout):
-    """The parts of a module that maps tokens to tokens."""
-
-    attention: AttentionParts | None
-    mlp: MlpParts | None
-    layout: str
-    uses_sdpa: bool = True  # True unless the module computes softmax attention without SDPA
 
     @property
     def kind(self) -> str:
@@ -64,6 +54,10 @@ class Reading(WithLayout):
         halves = [half for half in (self.attention, self.mlp) if half is not None]
         plain = all(half.residual == "tokens" and half.end_norm.kind == "none" for half in halves)
         return x if plain else 0.0
+
+    def restored(self, y: Tensor, x: Tensor) -> Tensor:
+        """Undoes `batched` for the output y of an input x."""
+        return y.transpose(0, 1) if self.layout == "[N, B, C]" else y.view(x.shape)
 
 
 def read_graph(graph: Graph, root: nn.Module) -> Reading:

@@ -180,8 +180,8 @@ def _proved(
     with torch.no_grad():
         dtypes = proved_dtypes(copied, call, reading, probe)
     return Recipe(
-        attention, mlp, reading.layout, reading.uses_sdpa, reading.kind, call.call, allowed, tuple(every), dtypes,
-        trains, differentiates,
+        attention, mlp, reading.layout, reading.uses_sdpa, reading.kind, call.call, tuple(shape), allowed, tuple(every),
+        dtypes, trains, differentiates,
     )  # fmt: skip
 
 
