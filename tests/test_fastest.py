@@ -91,10 +91,12 @@ def test_layers_with_different_implementations(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_disturbed_result_is_not_stored(select: Any) -> None:
-    """In every second round, the default takes longer than in the others."""
-    disturbed = {number: 50.0 for number in range(1, 999) if (number - 1) // 6 % 2}
+    """In every second round, the second implementation takes longer than in the others."""
+    calls = [(number, (number - 1) // 6, (number - 1) % 6 // 2) for number in range(1, 999)]
+    rounds = {number: at for number, at, run in calls if (run + at) % len(NAMES) == 1}
+    disturbed = {number: 70.0 for number, at in rounds.items() if at % 2}
     assert select(busy=disturbed, default=30, second=10, third=20)[0] == "default"
-    slow = {number: (number - 1) // 6 % 2 * 400 + 500.0 for number in range(1, 999)}
+    slow = {number: 500.0 for number, *_ in calls} | {number: 100.0 + at % 2 * 800 for number, at in rounds.items()}
     assert select(busy=slow, default=30, second=10, third=20) == ("default", 18), "ends after two rounds"
     assert not (cache_folder() / "cpu").exists()
     assert select(default=30, second=10, third=20)[0] == "second"

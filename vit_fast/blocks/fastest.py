@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import math
+import operator
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -33,10 +34,10 @@ Build = Callable[[Mapping[str, str], Timed], Callable[[], object]]
 
 IMAGES = (1, 4)  # on an AMD EPYC (Zen 3), oneDNN is often faster than MKL for one image, and slower for four and more
 MARGIN = 1.02  # an implementation must be faster than the default by this factor, and for no input slower by it
-NOISE = 1.1  # factor between the best even and odd rounds, above which a result is not stored in the file
+NOISE = 1.1  # factor by which even or odd rounds must contradict a result, so that it is not stored in the file
 MIN_ROUNDS, MAX_ROUNDS = 4, 40
 SECONDS = 0.1  # target for all rounds
-MAX_SECONDS = 3.0  # limit after two rounds, which only a busy machine or a large layer reaches
+MAX_SECONDS = 2.0  # limit after two rounds, which only a busy machine or a large layer reaches
 SETTINGS = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_", "GOMP_")  # prefixes of environment variables
 
 _LOCK = threading.Lock()
@@ -110,20 +111,29 @@ def _measure(layers: Layers, build: Build) -> dict[str, str]:
         elapsed = perf_counter() - began
         late = number > 1 and elapsed > MAX_SECONDS
         if late or number >= MIN_ROUNDS:
-            found = {layer: _choose(times) for layer, times in taken.items() if _is_quiet(times)}
+            found = {layer: name for layer, times in taken.items() if (name := _certain(times)) is not None}
         if late or (len(found) == len(layers) and elapsed > SECONDS):
             break
     return found
 
 
-def _is_quiet(times: Mapping[str, Times]) -> bool:
-    return all(max(pair) <= NOISE * min(pair) for by_size in times.values() for pair in by_size.values())
+def _certain(times: Mapping[str, Times]) -> str | None:
+    """Returns the fastest implementation that is not slower for any input; None if even or odd rounds contradict it."""
+    before = next(iter(times.values()))
+
+    def relative(shortest: Callable[[list[float]], float]) -> dict[str, list[float]]:
+        return {name: [shortest(now[size]) / shortest(before[size]) for size in before] for name, now in times.items()}
+
+    name = _choose(relative(min))
+    for ratios in (relative(operator.itemgetter(half)) for half in (0, 1)):
+        if max(ratios[name]) > NOISE or fmean(ratios[name]) > NOISE * fmean(ratios[_choose(ratios)]):
+            return None
+    return name
 
 
-def _choose(times: Mapping[str, Times]) -> str:
-    default, before = next(iter(times.items()))
-    relative = {name: [min(pair) / min(before[size]) for size, pair in now.items()] for name, now in times.items()}
-    name = min((each for each in times if max(relative[each]) <= MARGIN), key=lambda each: fmean(relative[each]))
+def _choose(relative: Mapping[str, Sequence[float]]) -> str:
+    default = next(iter(relative))
+    name = min((each for each in relative if max(relative[each]) <= MARGIN), key=lambda each: fmean(relative[each]))
     return name if MARGIN * fmean(relative[name]) <= 1 else default
 
 
