@@ -63,10 +63,13 @@ def test_operators_have_the_flop_that_torch_counts(word: str) -> None:
 def test_operators_have_the_work_computed_by_hand() -> None:
     """A layer of ViT-B at batch 2: q k^T and p v, and two matmuls of 394 tokens."""
     rows = 2 * 197
-    attention, mlp = (resolve(word)(None)[0].operator for word in ("attention:197x12x64", "mlp:197x768x3072"))
+    words = ("attention:197x12x64", "attention:197x12x64:bias", "mlp:197x768x3072")
+    attention, biased, mlp = (resolve(word)(None)[0].operator for word in words)
     forward = Work(4 * 2 * 12 * 197 * 197 * 64, 4 * rows * 768)
     assert attention.parts(2, False) == {"attention": forward}
     assert attention.parts(2, True) == {"attention": Work(forward.flop * 5 // 2, 8 * rows * 768)}
+    gradients = 8 * rows * 768 + 2 * 12 * 197**2  # also reads the bias, and writes its gradient
+    assert biased.parts(2, True) == {"attention": Work(forward.flop * 5 // 2, gradients)}
     flop, weights = 2 * rows * 768 * 3072, 768 * 3072
     assert mlp.parts(2, False) == {"linears": Work(2 * flop, 2 * rows * 768 + 2 * rows * 3072 + 2 * weights)}
     assert mlp.parts(2, True) == {"linears": Work(4 * flop, 3 * rows * 768 + 6 * rows * 3072 + 4 * weights)}
