@@ -50,6 +50,10 @@ class _Scores(AttentionCall):
         return 64 if self.q.dtype.itemsize == 2 else 32
 
     @property
+    def kind(self) -> str:
+        return generation(gpu_of(self.q.device).arch)
+
+    @property
     def columns(self) -> int:
         """Columns of a tile of q, k or v, including padding."""
         return sum(split_head_dim(self.q.shape[3]))
@@ -58,7 +62,7 @@ class _Scores(AttentionCall):
         """Returns the most elements of a tile of scores that does not spill; `whole`: in the one-tile forward."""
         if self.q.dtype.itemsize > 2:
             return 32 * 32
-        ampere = generation(gpu_of(self.q.device).arch) == "ampere"
+        ampere = self.kind == "ampere"
         if ampere and backward and self.columns > 32:
             return 64 * 16
         return 64 * 32 if self.columns > 64 or (ampere and not whole) else 64 * 64
@@ -108,7 +112,7 @@ def _tiling(call: _Scores, area: int, per_rows: bool, per_keys: bool, shares: bo
 
 def _launch(
     kernel: Any, call: _Scores, tiling: _Tiling, tensors: Mapping[str, Tensor | None], args: dict[str, Any],
-    matmuls: int, warps: int = 4, maxnreg: int | None = None, **constants: Any,
+    matmuls: int, warps: int | None = None, maxnreg: int | None = None, **constants: Any,
 ) -> Launch:  # fmt: skip
     """Returns the launch of a kernel with the `tensors` [B, H, N, D] and `matmuls` matmuls as large as q k^T."""
     t, terms, key_mask, (n_batch, heads, n_q, n_kv) = tiling, call.terms, call.key_mask, call.sizes
@@ -136,10 +140,10 @@ def _launch(
     strides, form = addressing(given, rows=max(tensor.shape[2] for tensor in given))
     constants |= {"FORM": form, "TILE": (t.rows, t.keys, _STAGES, align, 0 if terms.rel_w is None else call.pieces)}
     # a warp per 16 rows, e.g. wgmma needs four warps for 64 rows; more warps where kernels would spill
-    tf32, kind = call.q.dtype.itemsize == 4, generation(gpu_of(call.q.device).arch)
+    tf32, kind = call.q.dtype.itemsize == 4, call.kind
     crowded = call.columns > (64 if kind == "ampere" else 80) and kind != "hopper" and not tf32
     scores = (128 if kind == "ampere" else 256) if crowded else 256 if tf32 else 512
-    warps = min(8 if crowded else warps, max(max(t.rows, t.keys) // 16, t.rows * t.keys // scores))
+    warps = min(warps or (8 if crowded else 4), max(max(t.rows, t.keys) // 16, t.rows * t.keys // scores))
     args = {**tensors, "strides": strides, **args}
     return Launch(
         kernel, t.programs * t.chunks, args, constants, num_warps=warps, maxnreg=maxnreg, device=call.q.device,
@@ -155,7 +159,7 @@ def bias_forward_launch(call: AttentionCall, o: Tensor) -> Launch:
     tiling = _tiling(scores, area if one else scores.area(), True, False, one)
     # without it, ptxas uses 136 registers for tiles of 16 keys on sm_90, and only three programs fit
     few = tiling.keys == MIN_BLOCK and call.q.dtype.itemsize == 2 and scores.columns <= 64
-    limit = 128 if few and generation(gpu_of(call.q.device).arch) == "hopper" else None
+    limit = 128 if few and scores.kind == "hopper" else None
     return _launch(_attention_bias_fwd_kernel, scores, tiling, tensors, {}, 2, maxnreg=limit, ONE_TILE=one)
 
 
@@ -192,8 +196,9 @@ def bias_backward(
         outputs = {"dq": dq, "dk": dk, "dv": dv} if whole else dict.fromkeys(("dq", "dk", "dv"))
         tensors, tiling = {**inputs, "do": do, **outputs}, _tiling(call, area, True, True, True)
         parts = lse.new_empty((tiling.chunks, *call.sizes[1:])) if bias_grad else None
-        args = rows | {"parts_ptr": parts}
-        _launch(_attention_bias_bwd_tile_kernel, call, tiling, tensors, args, 5 if whole else 2, 8, WHOLE=whole).run()
+        args, matmuls = rows | {"parts_ptr": parts}, 5 if whole else 2
+        warps = 4 if call.kind == "ampere" and not whole else 8  # 8 spill on sm_80 with 128 columns
+        _launch(_attention_bias_bwd_tile_kernel, call, tiling, tensors, args, matmuls, warps, WHOLE=whole).run()
         if parts is not None:
             gradients["bias"] = parts.sum(0, keepdim=True) if terms.bias.shape[0] == 1 else parts
     if dscale is not None:
