@@ -143,8 +143,6 @@ def export_onnx(
         report.nodes = dict(graphs.count_nodes(graph).most_common())
         graph.ir_version = report.ir_version = options.ir_version or graph.ir_version
         report.external_data = graphs.save(graph, aside, options.external_data)
-        for value in graph.graph.initializers.values():
-            value.const_value = None  # onnxscript's rules keep the last graph alive
         del graph
         _write_metadata(aside, call, source, report)  # OnnxRunner reads it
         if verify:
