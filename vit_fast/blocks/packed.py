@@ -146,12 +146,13 @@ def _attend(by_tokens: dict[int, str], qkv: Tensor, scale: float | None, outputs
 
     `by_tokens` are implementations ("graph" is oneDNN Graph) for some numbers of tokens. The nearest one counts.
     """
-    if outputs is None:
+    if outputs is None and "graph" in by_tokens.values():
         nearest = min(by_tokens, key=lambda tokens: abs(math.log(tokens / qkv.shape[1])))
         if by_tokens[nearest] == "graph" and (graph := _graph_of(qkv, scale)) is not None:
             return graph()
     q, k, v = qkv.transpose(1, 3).unbind(2)
-    return F.scaled_dot_product_attention(q[:, :, :outputs], k, v, scale=scale).transpose(1, 2).flatten(-2)
+    q = q if outputs is None else q[:, :, :outputs]
+    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(-2)
 
 
 def _with_one_bias(terms: ScoreTerms) -> ScoreTerms:
