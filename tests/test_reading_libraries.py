@@ -168,8 +168,7 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # options, shape 
 }  # fmt: skip
 
 
-# MLPs of tokens [B, D, H, W, C] and windows of three dimensions
-UNREAD = {"monai.networks.nets.swin_unetr.SwinTransformer"}
+UNREAD = {"monai.networks.nets.swin_unetr.SwinTransformer"}  # its shifted windows get their mask as an argument
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from spellings import SequenceFirst, Variant, runs_fused
+from spellings import Packed, SequenceFirst, Variant, runs_fused
 from timm.models import vision_transformer_sam as sam
 from torch import Tensor, nn
 
@@ -143,6 +143,61 @@ class Shifted(nn.Module):
 def with_rel(width: int, heads: int) -> nn.Module:
     """SAM's block: windows, and decomposed relative positions."""
     return sam.Block(width, heads, use_rel_pos=True, window_size=4, input_size=(8, 8))
+
+
+class Alone(Packed):
+    """Tokens [N, C] without a batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[None])[0]
+
+
+class ByLength(Alone):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + len(x) / 20)
+
+
+class Volume(Packed):
+    """Shifted windows in three dimensions, [B, D, H, W, C]."""
+
+    back = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x).roll((0, -1, -1), (1, 2, 3)).unflatten(1, (-1, 2)).unflatten(3, (-1, 2)).unflatten(5, (-1, 2))
+        order = (0, 1, 3, 5, 2, 4, 6, 7)
+        windows = y.permute(order)
+        y = self.attend(windows.reshape(-1, 8, x.shape[-1])).view(windows.shape).permute(0, 1, 4, 2, 5, 3, 6, 7)
+        x = x + self.gamma1 * y.reshape(x.shape).roll((0, self.back, self.back), (1, 2, 3))
+        return x + self.gamma2 * self.mlp(self.norm2(x))
+
+
+class OtherWay(Volume):
+    back = -1
+
+
+@pytest.mark.fast_cases("Alone", "ByLength")
+@pytest.mark.parametrize("block", [Alone, ByLength, Volume, OtherWay])
+def test_other_dimensions(block: Any) -> None:
+    torch.manual_seed(0)
+    original, shape = block(32, 4).eval(), (20, 32) if issubclass(block, Alone) else (2, 2, 4, 4, 32)
+    for parameter in original.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    model = nn.Sequential(copy.deepcopy(original))
+    report = vit_fast.fuse(model, "eager", example=torch.randn(shape))
+    is_read = [row.part for row in report.fused] == ["attention, norm + MLP"]
+    assert is_read is (block in (Alone, Volume))
+    for x in (torch.randn(shape), torch.randn(3 * shape[0], *shape[1:])):
+        assert runs_fused(model, lambda x=x: model(x)) or not is_read
+        for net in (model, original):
+            net.zero_grad()
+            net(x).square().sum().backward()
+        torch.testing.assert_close(model(x), original(x), rtol=1e-4, atol=1e-4)
+        for a, b in zip(model.parameters(), original.parameters()):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3 * float(b.grad.abs().max()))
+    vit_fast.fuse(model, "sdpa")
+    assert len(vit_fast.freeze(model)) == 1  # the block or its MLP
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), original(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

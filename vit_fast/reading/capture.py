@@ -6,10 +6,10 @@ and parameters that are 0 or 1 by default (biases, LayerScale, bias tables) show
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, Self
 
 import sympy  # type: ignore[import-untyped]  # has no types
@@ -94,11 +94,10 @@ def tokens_like(shape: Iterable[int]) -> Tensor:
 def free_dimensions(forward: Callable[[Tensor], Tensor], shape: tuple[int, ...], least: Sequence[int]) -> set[int]:
     """Returns the dimensions on whose size the Python code of a forward does not branch, for sizes from `least` on."""
     every = set(range(len(shape) - 1))
-    for tried in (every, {0}, {1}):  # some operators support symbolic sizes of the batch only
-        try:
-            return tried - _guarded(forward, shape, tried, least)
-        except Exception:  # e.g. an operator without support for symbolic sizes
-            continue
+    for tried in (every, {0}, {1} & every):  # some operators support symbolic sizes of the batch only
+        with contextlib.suppress(Exception):  # e.g. an operator without support for symbolic sizes
+            if free := tried - _guarded(forward, shape, tried, least):
+                return free
     return set()
 
 
@@ -175,7 +174,7 @@ class _Decomposed(TorchFunctionMode):
         if func in (torch.baddbmm, Tensor.baddbmm):
             return torch.bmm(*args[1:3])
         # for all functions, the dispatcher takes ten times as long
-        with enable_python_dispatcher() if func in _MATMULS else nullcontext():
+        with enable_python_dispatcher() if func in _MATMULS else contextlib.nullcontext():
             return func(*args, **(kwargs or {}))
 
 

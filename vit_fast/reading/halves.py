@@ -66,7 +66,7 @@ class Halves(Vectors):
         given = self.values[graph.input]
         terms: list[TermParts | None] = []
         try:
-            for found in terms_of(graph, cores[0], given if given.dim() == 4 else x, heads, keys):
+            for found in terms_of(graph, cores[0], given if given.dim() > 3 else x, heads, keys):
                 terms.append(found)
         except UnreadableError as error:
             problem = str(error)

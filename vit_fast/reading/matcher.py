@@ -21,7 +21,8 @@ from .elements import MATMULS, same_tokens
 from .halves import NORM_ENDS, Halves
 
 Parts = TypeVar("Parts", AttentionParts, MlpParts)
-LAYOUTS = {3: ("[B, N, C]", "[N, B, C]"), 4: ("[B, H, W, C]",)}  # of a module's input, by its number of dimensions
+# Layouts of a module's input, by its number of dimensions
+LAYOUTS = {2: ("[N, C]",), 3: ("[B, N, C]", "[N, B, C]"), 4: ("[B, H, W, C]",), 5: ("[B, D, H, W, C]",)}
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class Reading:
         """Returns tokens as [B, N, C]."""
         if self.layout == "[N, B, C]":
             return x.transpose(0, 1)
-        return x.flatten(1, 2) if self.layout == "[B, H, W, C]" else x
+        return x[None] if x.dim() == 2 else x.flatten(1, -2)
 
     @property
-    def batch_axis(self) -> int:
-        return 1 if self.layout == "[N, B, C]" else 0
+    def batch_axis(self) -> int | None:
+        return {"[N, B, C]": 1, "[N, C]": None}.get(self.layout, 0)
 
     @property
     def kind(self) -> str:
@@ -73,7 +74,7 @@ def read_graph(graph: Graph, root: nn.Module) -> Reading:
             return matcher.read(Reading(None, None, layout, uses_sdpa))
         except UnreadableError as error:
             first = first or error
-    raise first or UnreadableError(f"its tokens must be [B, N, C], [N, B, C] or [B, H, W, C], got {tuple(x.shape)}")
+    raise first or UnreadableError(f"its tokens must have two to five dimensions, got {tuple(x.shape)}")
 
 
 class Matcher(Halves):

@@ -215,7 +215,7 @@ def _training(copied: nn.Module) -> Iterator[None]:
 def with_drop_paths(copied: nn.Module, call: Probe, reading: Reading, x: Tensor) -> Reading:
     """Adds the drop paths of the halves: where a module multiplied by 0 removes a half, it is the half's drop path."""
     halves = {name: half for name in ("attention", "mlp") if (half := getattr(reading, name)) is not None}
-    if reading.layout == "[N, B, C]" or any(half.residual in ("none", "attention") for half in halves.values()):
+    if reading.batch_axis != 0 or any(half.residual in ("none", "attention") for half in halves.values()):
         return reading
     with torch.no_grad():
         for part in [part for part, name in drop_slots(copied) if name == "drop_prob" and _drops_samples(part)]:

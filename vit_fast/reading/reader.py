@@ -20,7 +20,7 @@ from .arguments import Probe, Ties, bound, margin, of_other_batch, ties_of
 from .calls import Call, attributes_of, state_of, structure_of
 from .capture import Graph, UnreadableError, capture, free_dimensions, random_copy, tokens_like
 from .forms import Recipe, hidden_name
-from .matcher import Reading, read_graph
+from .matcher import LAYOUTS, Reading, read_graph
 from .proof import (
     check_complete,
     is_same_in_training,
@@ -44,7 +44,7 @@ EXAMPLE_LIMITS = {torch.float32: 1e-3, torch.float64: 1e-5}
 def read(
     module: nn.Module, x: Tensor, call: Call | None = None, others: Sequence[Tensor] = (), computed: int = 0
 ) -> Recipe:
-    """Reads a module that maps tokens to tokens, [B, N, C], [N, B, C] or [B, H, W, C], and proves what it read.
+    """Reads a module that maps tokens to tokens of a layout in `LAYOUTS`, and proves what it read.
 
     `recipe.reading(module)` returns `AttentionParts` and `MlpParts`, also for other modules of equal structure.
 
@@ -58,8 +58,8 @@ def read(
         UnreadableError: states in terms of the computation why the module cannot be read.
     """
     call = call or Call.of((x,), {}, x.clone())[0]
-    if x.dim() not in (3, 4):
-        raise UnreadableError(f"its tokens must have three or four dimensions, got shape {tuple(x.shape)}")
+    if x.dim() not in LAYOUTS:
+        raise UnreadableError(f"its tokens must have two to five dimensions, got shape {tuple(x.shape)}")
     if reasons := touch_reasons([(name or "it", part) for name, part in module.named_modules()]):
         raise UnreadableError("; ".join(reasons))
     attributes = (each for part in module.modules() for each in vars(part).items())
@@ -141,7 +141,7 @@ def _captured(copied: nn.Module, probe: Probe, shape: tuple[int, ...], computed:
 
 def _small(x: Tensor, ties: Ties) -> tuple[int, ...]:
     """Returns the shape of a capture if the forward supports any batch size and number of tokens."""
-    sizes = (SMALL[0], *(SMALL[1:] * (x.dim() - 2)))
+    sizes = SMALL[1:] if x.dim() == 2 else (SMALL[0], *(SMALL[1:] * (x.dim() - 2)))
     return (*(size + margin(ties, axis) for axis, size in enumerate(sizes)), x.shape[-1])
 
 
@@ -161,7 +161,8 @@ def _proved(
             prove(copied, call, reading, (*probe[:i], 1, *probe[i + 1 :]))
         except UnreadableError:
             allowed = (*allowed[:i], shape[i], *allowed[i + 1 :])
-    every, swapped = [call.ties], of_other_batch(call.ties, reading.batch_axis)
+    batch = reading.batch_axis
+    every, swapped = [call.ties], call.ties if batch is None else of_other_batch(call.ties, batch)
     with contextlib.suppress(UnreadableError, RuntimeError):
         if swapped != call.ties:
             prove(copied, replace(call, ties=swapped), reading, other)

@@ -151,7 +151,8 @@ class _Recorder(TorchDispatchMode):
             return
         x, y = tensors[0], call.computed(output, tensors)
         self.records[module] = Record(call, call.problem)
-        if y.shape == x.shape and x.dim() in (3, 4) and x.is_floating_point():
+        is_usual = 3 <= x.dim() <= 5 or (x.dim() == 2 and self.found.cores[module] > 0)  # not the MLP of a head
+        if is_usual and y.shape == x.shape and x.is_floating_point():
             copies = [each.detach().clone() for each in (*tensors, y)]
             self.records[module] = Record(call, call.problem, copies[:-1], copies[-1], computed)
 

@@ -26,7 +26,7 @@ Shape = tuple[int, int, int, int]  # of scores [B, H, N, M]
 def terms_of(graph: Graph, core: Core, tokens: Tensor, heads: int, keys: int) -> Iterator[TermParts | None]:
     """Yields candidates for attention of `heads` heads, whose queries attend to `keys` tokens.
 
-    `tokens` are the input of the module, [B, N, C] or [B, height, width, C].
+    `tokens` are the input of the module, [B, N, C] or on a grid, e.g. [B, height, width, C].
     """
     count = tokens[0, ..., 0].numel()
     groups = count // keys
@@ -240,11 +240,18 @@ def factor_of(graph: Graph, core: Core, heads: int, scale: Slot | None) -> float
 def _windows(tokens: Tensor, keys: int) -> list[Windows]:
     """Returns the windows of `keys` tokens that divide the grid."""
     side = math.isqrt(tokens.shape[1])  # tokens [B, N, C] may be a square grid
-    H, W = tokens.shape[1:3] if tokens.dim() == 4 else (side, side)
+    grid = tuple(tokens.shape[1:-1]) if tokens.dim() > 3 else (side, side)
     if tokens.dim() == 3 and side * side != tokens.shape[1]:
         return []
-    heights = sorted(range(1, keys + 1), key=lambda height: abs(height - keys / height))
-    sizes = [(h, keys // h) for h in heights if keys % h == 0 and H % h == 0 and W % (keys // h) == 0]
-    shifts = [(0, 0), *((h // 2, w // 2) for h, w in sizes[:1])]
-    plain = [Windows((H, W), size, shift) for size in sizes for shift in shifts]
-    return [*plain, *(Windows((H, W), size, dilated=True) for size in sizes)]
+    divisors = ([n for n in range(1, size + 1) if size % n == 0] for size in grid)
+    sizes = [window for window in itertools.product(*divisors) if math.prod(window) == keys]
+    sizes.sort(key=lambda window: max(window) - min(window))
+    none = (0,) * len(grid)
+    plain = []
+    for window in sizes:
+        shifts = [none]
+        if max(window) - min(window) == max(sizes[0]) - min(sizes[0]):
+            # a window that covers a dimension is usually not shifted in it
+            shifts += [tuple(n // 2 for n in window), tuple(n // 2 * (n < size) for n, size in zip(window, grid))]
+        plain += [Windows(grid, window, shift) for shift in dict.fromkeys(shifts)]
+    return [*plain, *(Windows(grid, window, none, dilated=True) for window in sizes)]
