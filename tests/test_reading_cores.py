@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vit_fast
 from vit_fast.ops import reference
+from vit_fast.reading import scores
 
 
 def compare(model: Any, original: Any, *args: Any) -> None:
@@ -80,6 +81,11 @@ def test_cores_of_modules_that_are_not_read(make: Any, monkeypatch: pytest.Monke
         torch.testing.assert_close(again(x), original(x), rtol=1e-4, atol=1e-4)
     assert len(calls) == 6
     assert "already fused" in str(vit_fast.fuse(model, "sdpa", example=x))
+    run = scores.Core.run
+    monkeypatch.setattr(scores.Core, "run", lambda *args: calls.append(1) or run(*args))
+    for net in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(net(x), original(x), rtol=1e-4, atol=1e-4)
+    assert len(calls) == (9 if getattr(original, "attend", None) is by_softmax else 6)  # torch's function stays
     vit_fast.freeze(model)
     vit_fast.unfuse(model)
     assert [type(part) for part in model.modules()] == [type(part) for part in original.modules()]

@@ -125,7 +125,8 @@ class Walk:
         if (width := self.found.width_of_cores(module)) is not None:
             part = "norm + MLP" if self.found.mlps[module] else ""
             notes = (f"the rest runs as modules: {why}",)
-            self._visit_created(name, module, forms.CoreModule.kind, {"vit_fast_width": width})
+            about = {"vit_fast_width": width, "vit_fast_calls": module not in self.found.spelled}
+            self._visit_created(name, module, forms.CoreModule.kind, about)
             self.rows[-1] = dataclasses.replace(self.rows[-1], notes=self.rows[-1].notes + notes)
         if part:
             self.rows.append(row_of(name, module, part, [why]))

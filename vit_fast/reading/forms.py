@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.block import parts_of, run_attention, run_halves
-from ..blocks.fastest import Timed, fastest
+from ..blocks.fastest import Timed, fastest, is_traced
 from ..blocks.fused import Finding, FusedModule, FusedNormMlp
 from ..blocks.outlines import Node, attached
 from ..blocks.packed import packed_for, run_packed
 from ..blocks.parts import Argument, AttentionParts, BlockParts, Derived, MlpParts, origins
 from ..blocks.reading import Reader
-from ..ops.registration import in_transform, is_exporting, matmul_dtype, needs_gradient
+from ..ops.registration import is_exporting, matmul_dtype, needs_gradient
 from .arguments import Ties, bound, fits
 from .calls import Call, Kind, attributes_of, drop_slots, rebuilt, state_of, structure_of
 from .matcher import Reading
@@ -66,6 +66,7 @@ class CoreModule(Created):
     """A module whose attention cores run with the backend; the rest stays the same."""
 
     kind = "attention core"
+    vit_fast_calls: bool  # True if all cores are calls of torch's scaled_dot_product_attention
 
     @classmethod
     def head_width(cls, module: Any) -> int | None:
@@ -73,10 +74,10 @@ class CoreModule(Created):
         return width
 
     def is_idle(self) -> bool:
-        return True
+        return self.vit_fast_calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_exporting() or in_transform():
+        if is_exporting() or is_traced():  # also by fuse itself
             return super().forward(*args, **kwargs)
         return Attends.run(self.vit_fast_backend, super().forward, *args, **kwargs)
 

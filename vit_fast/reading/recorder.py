@@ -66,6 +66,7 @@ class Found:
     mlps: Counter[nn.Module] = field(default_factory=Counter)  # linear layers of activations, not in a submodule
     # head_dim of the cores of a module that `attention` can compute
     widths: dict[nn.Module, list[int]] = field(default_factory=dict)
+    spelled: set[nn.Module] = field(default_factory=set)  # with cores that do not call torch's function
 
     def width_of_cores(self, module: nn.Module) -> int | None:
         """Returns the largest head_dim if `attention` can compute all attention cores of a module."""
@@ -206,6 +207,7 @@ def recorded(model: nn.Module, example: Any, found: Found) -> dict[nn.Module, Re
     for part, scores, width in recorder.follower.cores:
         if not scores.others:
             found.widths.setdefault(part, []).append(width)
+            found.spelled.add(part)
     return recorder.records
 
 
