@@ -195,7 +195,7 @@ def test_other_dimensions(block: Any) -> None:
         for a, b in zip(model.parameters(), original.parameters()):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3 * float(b.grad.abs().max()))
     vit_fast.fuse(model, "sdpa")
-    assert len(vit_fast.freeze(model)) == 1  # the block or its MLP
+    vit_fast.freeze(model)
     with torch.inference_mode():
         torch.testing.assert_close(model(x), original(x), rtol=1e-4, atol=1e-4)
 

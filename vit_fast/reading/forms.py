@@ -180,7 +180,7 @@ class ReadModule(Created, FusedNormMlp):
             f"{self.original.__qualname__}, {frozen.dtype}, {(*x.shape, *[tuple(p.shape) for p in self.parameters()])}"
         )
         axis = recipe.reading(self).batch_axis
-        inputs = [x] if recipe.shape[axis] else [x, torch.cat([x] * 4, axis)]
+        inputs = [x] if axis is None or recipe.shape[axis] else [x, torch.cat([x] * 4, axis)]
         if recipe.call.names or not all(self._is_captured(each) for each in inputs):
             return True
 
