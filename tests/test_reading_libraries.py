@@ -190,6 +190,7 @@ def test_models_of_other_libraries(path: str) -> None:
     found, expected = (losses_of_training(net, x) for net in (model, original))
     assert expected[-1] < expected[0] and runs_fused(model, lambda: model(x))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    model.load_state_dict(original.state_dict())  # AdamW amplifies rounding errors of gradients that are zero
     vit_fast.fuse(model.eval(), "sdpa", example=x)
     original.eval()
     assert vit_fast.freeze(model)

@@ -125,7 +125,7 @@ def _guarded(
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
     try:
-        with fake, _Decomposed(), torch.no_grad():
+        with fake, _Shapes(), torch.no_grad():
             forward(x)
     finally:
         log.disabled = was_disabled
@@ -164,17 +164,31 @@ class InDouble(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, nn.functional.linear)
+_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
-class _Decomposed(TorchFunctionMode):
-    """Replaces functions that do not support symbolic sizes: baddbmm in torch 2.13, matmul and linear in 2.11."""
+class _Shapes(TorchFunctionMode):
+    """Computes only shapes of linear layers, norms and matmuls.
+
+    With symbolic sizes, torch's functions take several times as long. Some fix the sizes: baddbmm in torch 2.13, matmul
+    and linear in 2.11. Comparisons of sizes here are guards, too.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.baddbmm, Tensor.baddbmm):
-            return torch.bmm(*args[1:3])
+            func, args, kwargs = torch.bmm, args[1:3], None
+        x, other, *_ = (*args, None, None)
+        if func is nn.functional.linear and isinstance(other, Tensor) and x.shape[-1] == other.shape[-1]:
+            return x.new_empty((*x.shape[:-1], *other.shape[:-1]))
+        if func is nn.functional.layer_norm and other is not None and x.shape[-len(other) :] == tuple(other):
+            return torch.empty_like(x)
+        if func in _MATMULS and x.dim() == other.dim() > 2 and x.shape[-1] == other.shape[-2]:
+            leading = zip(x.shape[:-2], other.shape[:-2])
+            if all(str(a) == str(b) for a, b in leading):  # == would be a guard
+                return x.new_empty((*x.shape[:-1], other.shape[-1]))
         # for all functions, the dispatcher takes ten times as long
-        with enable_python_dispatcher() if func in _MATMULS else contextlib.nullcontext():
+        matmuls = (*_MATMULS, Tensor.__rmatmul__, nn.functional.linear)
+        with enable_python_dispatcher() if func in matmuls else contextlib.nullcontext():
             return func(*args, **(kwargs or {}))
 
 
