@@ -181,7 +181,7 @@ class _Shapes(TorchFunctionMode):
         if func is nn.functional.linear and isinstance(other, Tensor) and x.shape[-1] == other.shape[-1]:
             return x.new_empty((*x.shape[:-1], *other.shape[:-1]))
         if func is nn.functional.layer_norm and other is not None and x.shape[-len(other) :] == tuple(other):
-            return torch.empty_like(x)
+            return x.new_empty(x.shape)  # contiguous, like the results of the others
         if func in _MATMULS and x.dim() == other.dim() > 2 and x.shape[-1] == other.shape[-2]:
             leading = zip(x.shape[:-2], other.shape[:-2])
             if all(str(a) == str(b) for a, b in leading):  # == would be a guard

@@ -83,7 +83,7 @@ def prove(copied: nn.Module, call: Probe, reading: Reading, shape: tuple[int, ..
     names += [f"gradients of {name}" for name, _ in copied.named_parameters()]
     # gradients that are zero up to rounding, e.g. of the bias of keys, or of keys of a saturated softmax
     zero = 1e-8 + 1e-12 * magnitude * max(
-        float(each.nan_to_num().norm()) for each in results[0][1:] if each is not None
+        float(each.norm().nan_to_num(posinf=0.0)) for each in results[0][1:] if each is not None
     )
     if results[0][0].isnan().any():  # then so are gradients, for example because of a mask that hides all keys
         names = names[:1]
