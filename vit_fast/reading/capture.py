@@ -177,7 +177,8 @@ class _Shapes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.baddbmm, Tensor.baddbmm):
             func, args, kwargs = torch.bmm, args[1:3], None
-        x, other, *_ = (*args, None, None)
+        given: list[Any] = [*args, None, None]
+        x, other = given[:2]
         if func is nn.functional.linear and isinstance(other, Tensor) and x.shape[-1] == other.shape[-1]:
             return x.new_empty((*x.shape[:-1], *other.shape[:-1]))
         if func is nn.functional.layer_norm and other is not None and x.shape[-len(other) :] == tuple(other):
