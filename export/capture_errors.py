@@ -41,26 +41,20 @@ def _where_sizes_are_fixed(run: Callable[[], object]) -> list[traceback.FrameSum
 
 
 def reasons_of(
-    error: BaseException, exported: torch.export.ExportedProgram | None, with_other_batch: Callable[[], object],
-    again: Callable[[], object],
-) -> list[str]:  # fmt: skip
+    error: BaseException, exported: torch.export.ExportedProgram | None, again: Callable[[], object]
+) -> list[str]:
     """Returns why torch cannot export a model, the line of the model's code, and what to change.
 
-    Runs the model with another batch, and captures it `again`, to find code that fixes the batch.
+    Captures the model `again` to find code that fixes the batch.
     """
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
     text = "\n".join(map(str, chain))
     fixes_batch = "specialized" in text or "Constraints violated" in text
-    fixed: list[traceback.FrameSummary] = []
-    if fixes_batch:  # torch does not name the line, unlike a call with another batch that fails
-        try:
-            with_other_batch()
-            fixed = _where_sizes_are_fixed(again)
-        except Exception as failure:
-            chain.append(failure)
-    frames = fixed + [frame for each in chain for frame in traceback.extract_tb(each.__traceback__)]
+    frames = [frame for each in chain for frame in traceback.extract_tb(each.__traceback__)]
+    if fixes_batch:
+        frames += _where_sizes_are_fixed(again)
     if exported is not None:  # an operator without a translation
         frames = []
         for graph in (part.graph for part in exported.graph_module.modules() if isinstance(part, torch.fx.GraphModule)):

@@ -254,7 +254,7 @@ def _to_onnx(module: _Exported, call: Call) -> ir.Model:
     except UnsupportedInputError:
         raise
     except Exception as error:
-        reasons = reasons_of(error, exported, lambda: module(*call.feed(3)), export)
+        reasons = reasons_of(error, exported, export)
         raise UnsupportedInputError(f"export of {call.vit.name}", reasons) from error
     model: ir.Model = program.model
     return model
