@@ -124,10 +124,11 @@ class Walk:
         why = why or (several if self.found.own[module] > 1 else "q, k and v are not linear layers of the tokens")
         if (width := self.found.width_of_cores(module)) is not None:
             part = "norm + MLP" if self.found.mlps[module] else ""
-            notes = (f"the rest runs as modules: {why}",)
-            about = {"vit_fast_width": width, "vit_fast_calls": module not in self.found.spelled}
-            self._visit_created(name, module, forms.CoreModule.kind, about)
-            self.rows[-1] = dataclasses.replace(self.rows[-1], notes=self.rows[-1].notes + notes)
+            notes = [f"the rest runs as modules: {why}"]
+            if module in self.found.spelled:
+                notes.append("with the backend sdpa, the products and the softmax of its forward run")
+            self._visit_created(name, module, forms.CoreModule.kind, {"vit_fast_width": width})
+            self.rows[-1] = dataclasses.replace(self.rows[-1], notes=(*self.rows[-1].notes, *notes))
         if part:
             self.rows.append(row_of(name, module, part, [why]))
         return True

@@ -66,7 +66,6 @@ class CoreModule(Created):
     """A module whose attention cores run with the backend; the rest stays the same."""
 
     kind = "attention core"
-    vit_fast_calls: bool  # True if all cores are calls of torch's scaled_dot_product_attention
 
     @classmethod
     def head_width(cls, module: Any) -> int | None:
@@ -74,7 +73,7 @@ class CoreModule(Created):
         return width
 
     def is_idle(self) -> bool:
-        return self.vit_fast_calls
+        return True  # torch's function is often slower than a forward's products and softmax
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if is_exporting() or is_traced():  # also by fuse itself
