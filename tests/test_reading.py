@@ -96,7 +96,9 @@ def test_ten_training_steps(block: Any) -> None:
     model = copy.deepcopy(original)
     vit_fast.fuse(model, "eager", example=IMAGES)
     found, expected = (losses_of_training(net, IMAGES) for net in (model, original))
-    assert expected[-1] < expected[0] and runs_fused(model, lambda: model(IMAGES))
+    assert expected[-1] < expected[0]
+    # PostNorm contains a drop path that its forward does not use, so that training runs the original
+    assert runs_fused(model, lambda: model(IMAGES)) is (block is not PostNorm)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
