@@ -190,5 +190,5 @@ def test_windows() -> None:
     """Tokens of adjacent and of dilated windows, row by row."""
     groups = Windows((2, 4), (2, 2), (0, 1)).groups(torch.device("cpu"))
     assert groups.tolist() == [[1, 2, 5, 6], [3, 0, 7, 4]]
-    groups = Windows((2, 4), (1, 2), dilated=True).groups(torch.device("cpu"))
+    groups = Windows((2, 4), (1, 2), (0, 0), dilated=True).groups(torch.device("cpu"))
     assert groups.tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
