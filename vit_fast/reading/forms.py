@@ -175,9 +175,11 @@ class ReadModule(Created, FusedNormMlp):
         """Compares packed weights with the module as it is, on the tokens of the example, and on four times as many."""
         recipe, parts = self.vit_fast_recipe, parts_of(self)
         frozen, x = parts.frozen, torch.zeros(recipe.captured, dtype=parts.frozen.dtype)
-        key = (
-            f"{self.original.__qualname__}, {frozen.dtype}, {(*x.shape, *[tuple(p.shape) for p in self.parameters()])}"
-        )
+        kinds = [
+            half and (half.residual, half.norm.kind, half.branch_norm.kind, half.end_norm.kind) for half in parts.halves
+        ]
+        shapes = *x.shape, *[tuple(p.shape) for p in self.parameters()]
+        key = f"module, {recipe.layout}, {kinds}, {frozen.dtype}, {shapes}"
         axis = recipe.reading(self).batch_axis
         inputs = [x] if axis is None or recipe.shape[axis] else [x, torch.cat([x] * 4, axis)]
         if recipe.call.names or not all(self._is_captured(each) for each in inputs):
