@@ -38,6 +38,7 @@ SIZES = {
     "window": (5, 2, 17, 20, 16, 5), "tile": (1, 3, 64, 64, 32, 16), "long": (2, 1, 70, 80, 16, 20),
     "few keys": (3, 1, 90, 3, 80, 3), "few queries": (1, 2, 1, 180, 48, 90),  # with two tiles per row of the grid
 }  # fmt: skip
+LARGE = {"windows": (2500, 1, 49, 49, 32, 7), "image": (1, 1, 4096, 4096, 16, 64)}
 FAST = {
     ("window", EVERYTHING, DTYPES[-2]),
     ("long", (*EVERYTHING, "rel"), DTYPES[-2]),
@@ -58,11 +59,11 @@ def check(made: dict[str, Tensor], found: dict[str, Tensor], do: Tensor) -> None
     [
         pytest.param(size, forms, dtype, marks=[] if (size, forms, dtype) in FAST else pytest.mark.slow)
         for size in SIZES for forms in COMBINED for dtype in DTYPES
-    ],
+    ] + [pytest.param(size, EVERYTHING, DTYPES[-2], marks=pytest.mark.slow) for size in LARGE],
     ids=str,
 )  # fmt: skip
 def test_every_form(size: str, forms: tuple[str, ...], dtype: torch.dtype) -> None:
-    *sizes, grid = SIZES[size]
+    *sizes, grid = (SIZES | LARGE)[size]
     made = bias_inputs(forms, tuple(sizes), dtype, grid=grid)
     B, H, N, _, D = sizes
     do = torch.randn(B, N, H, D, device=DEVICE).to(dtype).transpose(1, 2)
