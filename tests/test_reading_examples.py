@@ -15,15 +15,15 @@ import vit_fast
 class Stated(Net):
     def __init__(self, **config: object) -> None:
         super().__init__(Packed)
-        self.config = SimpleNamespace(image_size=16, **config)
+        self.config = SimpleNamespace(**{"image_size": 16} | config)
 
 
 class Clips(Stated):
-    """Gets a clip [B, frames, 3, height, width], as VideoMAE."""
+    """Gets a clip [B, frames, 3, height, width], as VideoMAE and V-JEPA 2."""
 
     def forward(self, clip: Tensor) -> Tensor:
         B, frames = clip.shape[:2]
-        assert frames == self.config.num_frames
+        assert frames == getattr(self.config, "num_frames", 2)
         return super().forward(clip.flatten(0, 1)).view(B, frames, -1).mean(1)
 
 
@@ -74,6 +74,9 @@ class Medical(Net):
         return super().forward(torch.cat([images, images[:, :1]], 1))
 
 
-@pytest.mark.parametrize("model", [Clips(num_frames=3), Frames(num_frames=3), Patches(patch_size=4), Text(), Medical()])
+STATED = Clips(num_frames=3), Frames(num_frames=3), Patches(patch_size=4), Text(), Medical()
+
+
+@pytest.mark.parametrize("model", [*STATED, Clips(image_size=None, crop_size=16, tubelet_size=2)])
 def test_a_stated_input_needs_no_example(model: nn.Module) -> None:
     assert len(vit_fast.fuse(model.eval(), "eager").require_all().fused) == 2

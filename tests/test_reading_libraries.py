@@ -168,9 +168,6 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # options, shape 
 }  # fmt: skip
 
 
-UNREAD = {"monai.networks.nets.swin_unetr.SwinTransformer"}  # its shifted windows get their mask as an argument
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("path", OTHERS)
 def test_models_of_other_libraries(path: str) -> None:
@@ -181,8 +178,7 @@ def test_models_of_other_libraries(path: str) -> None:
     original = cls(**options).eval()
     x = torch.randint(20, shape) if "Text" in path else torch.randn(shape)
     model = copy.deepcopy(original)
-    report = vit_fast.fuse(model, "eager", example=x)
-    assert path in UNREAD or report.require_all()
+    vit_fast.fuse(model, "eager", example=x).require_all()
     assert runs_fused(model, lambda: model(x))
     for net in (model, original):
         sum(each.square().sum() for each in tree_leaves(net(x))).backward()

@@ -117,7 +117,10 @@ def test_constant_terms_of_the_scores(block: Any) -> None:
 
 
 class Shifted(nn.Module):
-    """Shifted windows with a table of biases, a window mask and a learned scale per head: [B, 8, 8, C]."""
+    """Shifted windows with a table of biases, a window mask and a learned scale per head: [B, 8, 8, C].
+
+    The mask may be an argument, as in MONAI and Video Swin.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -128,16 +131,51 @@ class Shifted(nn.Module):
         self.register_buffer("index", torch.randint(9, (16, 16)))
         self.register_buffer("mask", torch.where(torch.rand(4, 16, 16) < 0.3, -100.0, 0.0))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        mask = self.mask if mask is None else mask
         y = self.norm1(x).roll((-2, -2), (1, 2)).unflatten(1, (2, 4)).unflatten(3, (2, 4)).transpose(2, 3)
         q, k, v = (
             self.qkv(y.reshape(-1, 16, x.shape[-1])).unflatten(-1, (3, len(self.scale), -1)).permute(2, 0, 3, 1, 4)
         )
         scores = q @ k.mT * self.scale + self.table[self.index].permute(2, 0, 1)
-        scores = (scores.unflatten(0, (-1, 4)) + self.mask[None, :, None]).flatten(0, 1)
+        scores = (scores.unflatten(0, (-1, 4)) + mask[None, :, None]).flatten(0, 1)
         y = self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)).view(-1, 2, 2, 4, 4, x.shape[-1])
         x = x + y.transpose(2, 3).reshape(x.shape).roll((2, 2), (1, 2))
         return x + self.mlp(self.norm2(x))
+
+
+def test_window_masks_that_are_arguments() -> None:
+    """Each call uses its mask; queries without keys return NaN; a mask with a gradient runs the original."""
+    torch.manual_seed(0)
+    original, x = Shifted(32, 4).eval(), torch.randn(3, 8, 8, 32)
+    mask = torch.where(torch.rand(4, 16, 16) < 0.3, -100.0, 0.0)
+    block = copy.deepcopy(original)
+    vit_fast.fuse(block, "eager", example=(x[:2], mask)).require_all()
+
+    def compare(mask: Tensor, is_fused: bool = True) -> None:
+        assert runs_fused(block, lambda: block(x, mask)) is is_fused
+        for net in (block, original):
+            net.zero_grad()
+            net(x, mask).square().sum().backward()
+        torch.testing.assert_close(block(x, mask), original(x, mask), rtol=1e-4, atol=1e-4, equal_nan=True)
+        for a, b in zip(block.parameters(), original.parameters()):
+            assert (a.grad - b.grad).nan_to_num().norm() <= 1e-3 * b.grad.nan_to_num().norm()
+            assert torch.equal(a.grad.isnan(), b.grad.isnan())
+
+    hiding = mask.index_fill(1, torch.tensor([2]), -torch.inf)
+    for given in (mask, mask.roll(1, 0), hiding):
+        compare(given)
+    wanted = mask.requires_grad_()
+    compare(wanted, is_fused=False)
+    assert wanted.grad is not None
+    mask = mask.detach()
+    compare(mask[:1], is_fused=False)
+    vit_fast.fuse(block, "sdpa")
+    assert len(vit_fast.freeze(block)) == 1
+    with torch.inference_mode():
+        for given in (mask, mask.roll(1, 0), hiding):
+            assert runs_fused(block, lambda given=given: block(x, given))
+            torch.testing.assert_close(block(x, given), original(x, given), rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def with_rel(width: int, heads: int) -> nn.Module:

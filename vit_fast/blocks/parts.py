@@ -122,7 +122,8 @@ class TermParts:
 
     A bias is a tensor [H or 1, N, M] or [1, H or 1, N, M]. With `index` [N, M], it is a table [T, H], or [H, T] if
     `heads_first`: bias[h, n, m] = table[index[n, m], h]. `freeze` computes terms from tables and from other tensors
-    (`Derived`) once, other calls each time. A bias that depends on arguments is [B or 1, H or 1, N or 1, N or 1].
+    (`Derived`) once, other calls each time. A bias that depends on arguments is [B or 1, H or 1, N or 1, N or 1]. A
+    window mask that depends on arguments must not require a gradient.
     """
 
     bias: Slot | None = None
@@ -133,7 +134,7 @@ class TermParts:
     rel_w: Slot | None = None
     scale: Slot | None = None  # [H], the multiplier of q k^T, instead of AttentionParts.scale
     windows: Windows | None = None
-    per_call: bool = False  # True if the bias depends on arguments of forward
+    per_call: str = ""  # "bias" or "window_mask", if this term depends on arguments of forward
 
     @property
     def given(self) -> dict[str, Slot]:
@@ -149,7 +150,7 @@ class TermParts:
     def derived(self) -> list[str]:
         """Names of the terms that are computed from other tensors, apart from arguments."""
         looked_up = [] if self.index is None else ["bias"]
-        given = {name: slot for name, slot in self.given.items() if name != "bias" or not self.per_call}
+        given = {name: slot for name, slot in self.given.items() if name != self.per_call}
         return [name for name, slot in given.items() if name in looked_up or isinstance(slot[0], Derived)]
 
     def term(self, name: str) -> Tensor:
@@ -158,14 +159,15 @@ class TermParts:
         if name == "bias" and self.index is not None:
             index = tensor_of(*self.index)
             tensor = (tensor if self.heads_first else tensor.t())[:, index]  # on GPUs, the backward is deterministic
-        if name == "bias" and self.per_call:
+        if name == self.per_call:
             if tensor.is_cuda or torch.is_autocast_enabled(tensor.device.type):
                 low = torch.finfo(tensor.dtype).min / 2  # finite also in bf16, and multiplied by log2(e)
                 with torch.no_grad():
                     less = (low - tensor).relu().nan_to_num(posinf=0.0)  # -inf stays -inf
                 tensor = tensor + less
-            tokens = max(tensor.shape[-2:])
-            tensor = tensor.expand(-1, -1, tokens, tokens)
+            if name == "bias":
+                tokens = max(tensor.shape[-2:])
+                tensor = tensor.expand(-1, -1, tokens, tokens)
         return tensor
 
     def now(self, device: torch.device, computed: Sequence[Tensor] = ()) -> ScoreTerms:

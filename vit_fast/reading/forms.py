@@ -143,7 +143,7 @@ class ReadModule(Created, FusedNormMlp):
             return super().forward(*args, **kwargs)
         terms = attention.terms if attention is not None and attention.terms and attention.terms.per_call else None
         if terms is not None:
-            frozen = parts.frozen is not None and needs_gradient(*others)
+            frozen = (parts.frozen is not None or terms.per_call != "bias") and needs_gradient(*others)
             frozen = frozen or (not recipe.differentiates and needs_gradient(x, *others, *self.parameters()))
             # in fp16, torch's function cannot return the mean of all values for a query whose keys are all masked
             if frozen or (matmul_dtype(x) == torch.float16 and self.vit_fast_backend == "sdpa"):

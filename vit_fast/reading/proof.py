@@ -49,7 +49,7 @@ def check_complete(graph: Graph, reading: Reading, names: Sequence[int | str]) -
     held = {id(tensor_at(slot)) for slot in slots}
     constant = reading.attention and replace(reading.attention, rope=None)
     if constant is not None and constant.terms is not None and constant.terms.per_call:
-        constant = replace(constant, terms=replace(constant.terms, bias=None))
+        constant = replace(constant, terms=replace(constant.terms, **{constant.terms.per_call: None}))
     if any(arguments_of(slot) for slot in slots_of((constant, reading.mlp))):
         raise UnreadableError("its linear layers, norms, scales or windows depend on an argument")
     for node in graph.nodes:
@@ -71,10 +71,10 @@ def prove(copied: nn.Module, call: Probe, reading: Reading, shape: tuple[int, ..
         lambda x, *others: call.call.run(copied, x, *others),
         lambda x, *others: run_reading(reading, x, "eager", others),
     )
-    masks = masks_of(reading)
+    biases = masks_of(reading, "bias")
     for run in runs:
         given, others = x.clone().requires_grad_(), call.others(x)
-        floats = [each.requires_grad_() for i, each in enumerate(others) if i in masks and each.is_floating_point()]
+        floats = [each.requires_grad_() for i, each in enumerate(others) if i in biases and each.is_floating_point()]
         y = run(given.clone(), *others)  # no leaf, like the tokens of most blocks
         weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=y.dtype)
         gradients = torch.autograd.grad((y * weight).sum(), [given, *floats, *parameters], allow_unused=True)
@@ -141,10 +141,11 @@ def prove_other_weights(copied: nn.Module, call: Probe, reading: Reading, x: Ten
                 raise UnreadableError("its parts were read, but the outputs for large or negative weights differ")
 
 
-def masks_of(reading: Reading) -> set[int]:
-    """Returns the numbers of the arguments that change scores."""
+def masks_of(reading: Reading, *names: str) -> set[int]:
+    """Returns the numbers of the arguments that change scores, by default by any term."""
     terms = None if reading.attention is None else reading.attention.terms
-    return set() if terms is None or terms.bias is None else arguments_of(terms.bias)
+    name = "" if terms is None else terms.per_call
+    return arguments_of(terms.given[name]) if terms is not None and name and (not names or name in names) else set()
 
 
 def _is_same(a: Tensor, b: Tensor, limit: float, zero: float = 1e-8) -> bool:

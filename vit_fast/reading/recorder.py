@@ -249,7 +249,8 @@ def examples_of(model: nn.Module) -> Iterator[Any]:
         yield {"pixel_values": image} | {name: value for name, value in text.items() if name in names}
         return
     yield image
-    frames, patch = getattr(config, "num_frames", None), getattr(config, "patch_size", None)
+    frames, patch = (getattr(config, name, None) for name in ("num_frames", "patch_size"))
+    frames = getattr(config, "tubelet_size", None) if frames is None else frames  # V-JEPA 2 accepts any number
     if isinstance(frames, int):
         yield image[:, None].expand(-1, frames, -1, -1, -1)
         yield image.expand(frames, -1, -1, -1)
@@ -263,7 +264,7 @@ def _image_size(model: nn.Module) -> tuple[int, int] | None:
     It is an attribute of the model, its patch embedding or its configuration, or timm's `pretrained_cfg["input_size"]`.
     """
     owners = (getattr(model, "patch_embed", None), model, getattr(model, "config", None))
-    stated = [getattr(owner, name, None) for owner in owners for name in ("img_size", "image_size", "input_size")]
+    stated = [getattr(owner, name, None) for owner in owners for name in ("img_size", "image_size", "input_size", "crop_size")]
     size: Any = next((each for each in stated if each), None)
     if size is None:
         size = (_timm_size(model) or (None,))[-1]

@@ -39,12 +39,14 @@ def terms_of(graph: Graph, core: Core, tokens: Tensor, heads: int, keys: int) ->
     bias, mask = (
         _sum(graph, [(slot, hides) for slot, found, hides in placed if found is is_mask]) for is_mask in (False, True)
     )
-    per_call = bias is not None and groups == 1 and bool(arguments_of(bias))
-    if bias is not None and per_call and core.scores is not None:  # softmax, unlike SDPA, returns NaN without keys
-        largest = derived(graph, (bias,), "amax.default", (-1,), True)
-        bias = derived(graph, (bias, derived(graph, (largest,), "mul.Scalar", 0.0)), "add.Tensor")
-    terms = TermParts(bias, window_mask=mask, scale=_head_scale(graph, core, heads), per_call=per_call)
-    if bias is not None and not per_call:
+    terms = TermParts(bias, window_mask=mask, scale=_head_scale(graph, core, heads))
+    name, slot = ("bias", bias) if groups == 1 else ("window_mask", mask)
+    if slot is not None and arguments_of(slot):
+        if core.scores is not None:  # softmax, unlike SDPA, returns NaN without keys
+            largest = derived(graph, (slot,), "amax.default", (-1,), True)
+            slot = derived(graph, (slot, derived(graph, (largest,), "mul.Scalar", 0.0)), "add.Tensor")
+        terms = replace(terms, **{name: slot}, per_call=name)
+    if bias is not None and terms.per_call != "bias":
         terms = next(_tables(graph, core, terms, tensor_at(bias)), terms)
     windows = [None] if groups == 1 else _windows(tokens, keys)
     pairs = itertools.permutations(_rel(graph, core, keys) or (None, None))
