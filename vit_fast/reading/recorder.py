@@ -264,7 +264,8 @@ def _image_size(model: nn.Module) -> tuple[int, int] | None:
     It is an attribute of the model, its patch embedding or its configuration, or timm's `pretrained_cfg["input_size"]`.
     """
     owners = (getattr(model, "patch_embed", None), model, getattr(model, "config", None))
-    stated = [getattr(owner, name, None) for owner in owners for name in ("img_size", "image_size", "input_size", "crop_size")]
+    names = "img_size", "image_size", "input_size", "crop_size"
+    stated = [getattr(owner, name, None) for owner in owners for name in names]
     size: Any = next((each for each in stated if each), None)
     if size is None:
         size = (_timm_size(model) or (None,))[-1]
