@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -152,6 +152,10 @@ class TermParts:
         looked_up = [] if self.index is None else ["bias"]
         given = {name: slot for name, slot in self.given.items() if name != self.per_call}
         return [name for name, slot in given.items() if name in looked_up or isinstance(slot[0], Derived)]
+
+    def with_term(self, name: str, slot: Slot | None) -> TermParts:
+        changed: dict[str, Any] = {name: slot}
+        return replace(self, **changed)
 
     def term(self, name: str) -> Tensor:
         """Returns a term; computes it if it is derived."""

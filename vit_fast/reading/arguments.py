@@ -151,8 +151,8 @@ def bound(parts: AttentionParts | None, tensors: Sequence[Tensor]) -> AttentionP
         cos, sin = (_bound(slot, tensors) for slot in (parts.rope.cos, parts.rope.sin))
         parts = replace(parts, rope=replace(parts.rope, cos=cos, sin=sin))
     if parts is not None and parts.terms is not None and parts.terms.per_call:
-        name = parts.terms.per_call
-        parts = replace(parts, terms=replace(parts.terms, **{name: _bound(parts.terms.given[name], tensors)}))
+        terms, name = parts.terms, parts.terms.per_call
+        parts = replace(parts, terms=terms.with_term(name, _bound(terms.given[name], tensors)))
     return parts
 
 

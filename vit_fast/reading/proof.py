@@ -49,7 +49,7 @@ def check_complete(graph: Graph, reading: Reading, names: Sequence[int | str]) -
     held = {id(tensor_at(slot)) for slot in slots}
     constant = reading.attention and replace(reading.attention, rope=None)
     if constant is not None and constant.terms is not None and constant.terms.per_call:
-        constant = replace(constant, terms=replace(constant.terms, **{constant.terms.per_call: None}))
+        constant = replace(constant, terms=constant.terms.with_term(constant.terms.per_call, None))
     if any(arguments_of(slot) for slot in slots_of((constant, reading.mlp))):
         raise UnreadableError("its linear layers, norms, scales or windows depend on an argument")
     for node in graph.nodes:

@@ -40,12 +40,13 @@ def terms_of(graph: Graph, core: Core, tokens: Tensor, heads: int, keys: int) ->
         _sum(graph, [(slot, hides) for slot, found, hides in placed if found is is_mask]) for is_mask in (False, True)
     )
     terms = TermParts(bias, window_mask=mask, scale=_head_scale(graph, core, heads))
-    name, slot = ("bias", bias) if groups == 1 else ("window_mask", mask)
-    if slot is not None and arguments_of(slot):
+    per_call = bias if groups == 1 else mask
+    if per_call is not None and arguments_of(per_call):
         if core.scores is not None:  # softmax, unlike SDPA, returns NaN without keys
-            largest = derived(graph, (slot,), "amax.default", (-1,), True)
-            slot = derived(graph, (slot, derived(graph, (largest,), "mul.Scalar", 0.0)), "add.Tensor")
-        terms = replace(terms, **{name: slot}, per_call=name)
+            largest = derived(graph, (per_call,), "amax.default", (-1,), True)
+            per_call = derived(graph, (per_call, derived(graph, (largest,), "mul.Scalar", 0.0)), "add.Tensor")
+        name = "bias" if groups == 1 else "window_mask"
+        terms = replace(terms.with_term(name, per_call), per_call=name)
     if bias is not None and terms.per_call != "bias":
         terms = next(_tables(graph, core, terms, tensor_at(bias)), terms)
     windows = [None] if groups == 1 else _windows(tokens, keys)
