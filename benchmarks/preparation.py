@@ -27,7 +27,7 @@ from torch.autograd import DeviceType
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, NOISE, Measure, error_of, size_of
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure import candidate as measuring
-from vit_fast.measure.candidate import MEASURES, Candidate, Prepared, Reference, describe_error
+from vit_fast.measure.candidate import MEASURES, Candidate, Prepared, Reference, Verdict, describe_error
 from vit_fast.measure.clock import Call, Protocol, begin, synchronize, time_interleaved
 from vit_fast.measure.limits import at_most
 from vit_fast.work import Work
@@ -346,14 +346,18 @@ def print_first_output() -> None:
     (group,), ((candidate,),) = configuration.groups(), configuration.candidates.values()
     try:
         with matmul_precision(group.dtype_name):
-            batches = make_batches(group, configuration.images)
-            _, call, gradients = callers(candidate, group, batches)
-            output = call(0) if gradients is None else gradients()
-            synchronize(group.device)
-            done = time.monotonic()
-            verdict = measuring.judge(output, expect(group, batches[0].to(group.device)), candidate.tolerance)
+            done, verdict = check_once(candidate, group, make_batches(group, configuration.images))
     except Exception as error:  # a candidate may raise any type
         sys.exit(describe_error(error))
     if verdict.reason is not None:
         sys.exit(f"incorrect: {verdict.reason}")
     print(json.dumps({"done": done, "peak_MiB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)}))
+
+
+def check_once(candidate: Candidate, group: Group, batches: Sequence[Tensor]) -> tuple[float, Verdict]:
+    """Builds a candidate and calls it once; returns the time of the output, and its comparison with the reference."""
+    _, call, gradients = callers(candidate, group, batches)
+    output = call(0) if gradients is None else gradients()
+    synchronize(group.device)
+    done = time.monotonic()
+    return done, measuring.judge(output, expect(group, batches[0].to(group.device)), candidate.tolerance)

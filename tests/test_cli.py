@@ -11,8 +11,8 @@ from children import environment, run_python
 from command_line import run
 
 import vit_fast
-from vit_fast import cli, ops, version
-from vit_fast.apps import verify
+from vit_fast import cli, version
+from vit_fast.benchmarks import operators, verify
 
 
 def python(code: str, **variables: str) -> str:
@@ -117,26 +117,26 @@ def test_verify_passes_on_this_machine(capsys: pytest.CaptureFixture[str]) -> No
     result = json.loads(capsys.readouterr().out)
     assert result["interpreted"] is (kernel_support.DEVICE.type == "cpu")
     assert {row["dtype"] for row in result["rows"]} >= {"fp16"}
-    cases = {row["case"].split()[0] for row in result["rows"]}
-    assert cases >= {"attention", "attention_qkvpacked", "layer_norm_mlp", "VisionTransformer,"}
-    assert all(row["passed"] for row in result["rows"])
+    cases = {row["case"].partition(":")[0] for row in result["rows"]}
+    assert cases == {"attention", "mlp", "vit_test, token pooling", "vit_test, map pooling"}
+    assert all(row["passed"] and row["max_error"] <= row["allowed_error"] for row in result["rows"])
 
 
 @pytest.mark.parametrize("wrong", [1.01, float("nan"), None])
 def test_verify_notices_an_incorrect_operator(wrong: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    attention, cases = ops.attention, verify._cases
+    attention, cases = operators.FUNCTIONS["attention"]["sdpa"], verify._cases
 
-    def broken(*args: torch.Tensor, backend: str) -> torch.Tensor:
-        if backend != "eager" and wrong is None:
+    def broken(*args: torch.Tensor) -> torch.Tensor:
+        if wrong is None:
             raise RuntimeError("out of order")
-        return attention(*args, backend=backend) * (1 if backend == "eager" else wrong)
+        return attention(*args) * wrong
 
-    monkeypatch.setattr(verify, "_cases", lambda device, small: cases(device, True))
-    monkeypatch.setattr(ops, "attention", broken)
+    monkeypatch.setattr(verify, "_cases", lambda small: cases(True))
+    monkeypatch.setitem(operators.FUNCTIONS["attention"], "sdpa", broken)
     result = verify.verify(["sdpa"], "cpu")
     failed = [row for row in result["rows"] if not row["passed"]]
-    assert {row["case"].split()[0] for row in failed} == {"attention"}
-    assert all((wrong is None) == ("out of order" in str(row["problem"])) for row in failed)
+    assert {row["case"] for row in failed} == {row["case"] for row in result["rows"] if "attention:" in row["case"]}
+    assert all((wrong is None) == ("out of order" in str(row["reason"])) for row in failed)
 
 
 @pytest.mark.parametrize(

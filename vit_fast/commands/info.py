@@ -90,7 +90,7 @@ def verify(
     backend: Annotated[str, option("Backends to check, separated by commas: triton, sdpa, auto.")] = "triton",
     as_json: AsJson = False,
 ) -> None:
-    """Compare attention, LayerNorm + MLP and a small model with the fp64 reference.
+    """Compare attention, LayerNorm + MLP and small models with the fp64 reference.
 
     Without a GPU, the triton backend runs in Triton's interpreter. Exits with 1 if a comparison fails.
     """
@@ -99,7 +99,7 @@ def verify(
     if not torch.cuda.is_available() and "triton" in backend:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is imported
 
-    from ..apps.verify import verify as run
+    from ..benchmarks.verify import verify as run
 
     result = run(backend.split(","))
     rows = result["rows"]
@@ -110,10 +110,9 @@ def verify(
         if result["interpreted"]:
             typer.echo("No GPU found: using Triton's interpreter, with small shapes and without bf16.")
         for row in rows:
-            ratio = "eager is exact" if row["ratio"] is None else f"{row['ratio']:.2f}x eager's error"
-            found = row["problem"] or f"error {row['error']:.1e} ({ratio})"
+            found = row["reason"] or f"error {row['max_error']:.1e}, allowed {row['allowed_error']:.1e}"
             status = "pass" if row["passed"] else "FAIL"
-            typer.echo(f"{status}  {row['backend']:6s} {row['dtype']}  {row['case']:52s} {found}")
+            typer.echo(f"{status}  {row['backend']:6s} {row['dtype']}  {row['case']:32s} {found}")
         typer.echo(f"{passed} of {len(rows)} passed on {result['device']}")
     if passed < len(rows):
         raise typer.Exit(1)
