@@ -21,13 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.apps.data import channels_of, make_transform, random_crop, read_image
+from vit_fast.apps.data import as_inputs, channels_of, read_images
 from vit_fast.config import DataConfig, Size, ViTConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.files import FUNCTION, find_function
@@ -346,10 +345,7 @@ def image_views(paths: Sequence[Path], model: Model, count: int) -> Tensor:
     """Prepares whole images and then random crops [count, *model.shape] in fp32, or random numbers for other inputs."""
     if model.data is None:
         return torch.randn(count, *model.shape, generator=torch.Generator().manual_seed(0))
-    transform = make_transform(model.data, model.image_hw, model.in_chans)
-    images, generator = [read_image(path) for path in paths[:count]], np.random.default_rng(0)
-    crops = (random_crop(images[number % len(images)], generator) for number in range(len(images), count))
-    return torch.stack([transform(image) for image in (*images, *crops)])
+    return as_inputs(read_images(paths, count), model.data, model.image_hw, model.in_chans)
 
 
 def rotating_batches(views: Tensor, batch_size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, NOISE, Measure, error_of, size_of
+from vit_fast.apps.data import spread
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure import candidate as measuring
 from vit_fast.measure.candidate import MEASURES, Candidate, Prepared, Reference, Verdict, describe_error
@@ -151,7 +152,7 @@ def make_problem(group: Group, images: Sequence[Path]) -> Problem:
 def checked_rows(group: Group) -> list[int]:
     """Returns indices of images to check: all for an MLP, two for attention, which is large in fp64."""
     most = {"attention": 2, "mlp": group.batch_size}
-    return measuring.spread(group.batch_size, most.get(group.model.kind, MAX_CHECKED_IMAGES))
+    return spread(group.batch_size, most.get(group.model.kind, MAX_CHECKED_IMAGES))
 
 
 def make_batches(group: Group, images: Sequence[Path]) -> list[Tensor]:

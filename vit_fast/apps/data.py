@@ -210,20 +210,20 @@ def read_images(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -
     files = find_images([sample_image()] if paths is None else paths)
     if not files:
         raise ImageError("calibration (or images) must contain at least one image file or folder, got none")
-    whole = [read_image(file) for file in _spread(files, count)]
+    whole = [read_image(files[i]) for i in spread(len(files), count)]
     generator = np.random.default_rng(seed)
     return whole + [random_crop(whole[i % len(whole)], generator) for i in range(count - len(whole))]
 
 
 def left_over(files: Sequence[Path], count: int) -> list[Path]:
     """Returns the files that read_images(files, count) does not use."""
-    taken = set(_spread(files, count))
+    taken = {files[i] for i in spread(len(files), count)}
     return [file for file in files if file not in taken]
 
 
-def _spread(files: Sequence[Path], count: int) -> list[Path]:
-    taken = min(count, len(files))
-    return [files[i * len(files) // taken] for i in range(taken)]
+def spread(count: int, most: int) -> list[int]:
+    """Returns at most `most` indices below `count`: evenly spaced, including the first and the last."""
+    return [round(i * (count - 1) / max(most - 1, 1)) for i in range(most)] if count > most else list(range(count))
 
 
 def random_crop(image: Image.Image, generator: np.random.Generator) -> Image.Image:

@@ -210,11 +210,6 @@ def leaves_of(output: Any) -> list[Tensor]:
     return [leaf for leaf in tensors_in(output) if leaf.is_floating_point()]
 
 
-def spread(count: int, most: int) -> list[int]:
-    """Returns at most `most` indices below `count`: evenly spaced, including the first and the last."""
-    return [round(i * (count - 1) / (most - 1)) for i in range(most)] if count > most else list(range(count))
-
-
 def same_class(one: Tensor, other: Tensor) -> Tensor:
     """Returns a bool per image: equal argmax of logits, or for other outputs a cosine similarity >= SAME_DIRECTION."""
     one, other = one.float(), other.to(one.device).float()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..accuracy import Measure, error_of, size_of
+from ..apps.data import spread
 from ..errors import UnsupportedInputError
 from ..fusion.fuse import unfuse
 from ..ops.backends import triton_unavailable_reasons
@@ -37,7 +38,6 @@ from .candidate import (
     leaves_of,
     limits_of,
     prepare,
-    spread,
     tensors_in,
     why_failed,
 )
