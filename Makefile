@@ -92,7 +92,7 @@ verify: $(READY)
 # Measures the README's table on this kind of CPU. Fails and changes nothing if the machine was busy.
 NEW := vit-fast-results/new-record
 record: $(READY)
-	rm -rf $(NEW) $(NEW).partial
+	rm -rf $(NEW)
 	$(BIN)/vit-fast bench --seconds 6 --out $(NEW) $(ARGS)
 	folder=benchmarks/results/$$($(BIN)/python -m vit_fast.benchmarks.documents --check $(NEW)) && mkdir -p $$folder && \
 		mv $(NEW)/record.json $(NEW)/table.md $(NEW)/plot.png $$folder

@@ -47,7 +47,7 @@ from vit_fast.version import describe
 
 from .configuration import Configuration, make_configuration
 from .preparation import callers, cold_start
-from .records import JOURNAL_NAME, PARTIAL, RECORD_NAME, Journal, Record, Row, read_record, to_json
+from .records import JOURNAL_NAME, RECORD_NAME, Journal, Record, Row, read_record, to_json
 from .report import markdown
 from .runner import header_of, reopen, run
 
@@ -159,11 +159,11 @@ def measure(name: str, folder: str, end: float) -> None:
     job = next(job for job in JOBS if job.name == name)
     for number, request in enumerate(job.runs):
         path = Path(folder, str(number))
-        if path.exists():  # finished by an earlier process
+        if (path / RECORD_NAME).exists():  # finished by an earlier process
             continue
         configuration = make_configuration(**request)
         compile_ahead(configuration, COMPILE_SHARE * (end - time.time()))
-        if path.with_name(f"{number}{PARTIAL}").exists():
+        if (path / JOURNAL_NAME).exists():
             _, journal = reopen(path)
         else:
             journal = Journal.begin(path, header_of(configuration))

@@ -1,8 +1,8 @@
 """Records of `vit-fast bench`: rows, journal of a run, and comparison.
 
 A row describes one candidate in one group (see models.Group): the status, and the figures if measured. A control
-compares two timings of one candidate, which differ only by noise. During a run, rows are appended to
-FOLDER.partial/rows.jsonl and synced to disk, so that a killed run can be resumed.
+compares two timings of one candidate, which differ only by noise. During a run, rows are appended to FOLDER/rows.jsonl
+and synced to disk, so that a killed run can be resumed. A folder with this file contains an unfinished run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vit_fast.files import folder_aside
+from vit_fast.files import check_new_folder, file_aside
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate, Status, describe_error
 from vit_fast.measure.clock import Samples, percentile
@@ -25,7 +25,7 @@ from vit_fast.work import Work, total
 from .models import Group
 
 FORMAT = "vit-fast-bench/3"
-RECORD_NAME, JOURNAL_NAME, PARTIAL = "record.json", "rows.jsonl", ".partial"
+RECORD_NAME, JOURNAL_NAME = "record.json", "rows.jsonl"
 Row = dict[str, Any]
 Record = dict[str, Any]
 
@@ -152,7 +152,7 @@ class Journal:
     ) -> None:
         self.header, self.entries = {} if header is None else header, [*entries]
         self.folder = Path() if folder is None else folder
-        self._path = None if folder is None else _partial(folder) / JOURNAL_NAME
+        self._path = None if folder is None else folder / JOURNAL_NAME
 
     @classmethod
     def begin(cls, folder: Path | None, header: Mapping[str, Any]) -> Journal:
@@ -162,21 +162,17 @@ class Journal:
             date = re.sub(r"[^0-9T]", "", machine["date"].partition("+")[0]).replace("T", "-")
             name = f"{date}-{folder_name(machine)}"
             names = [name, *(f"{name}-{number}" for number in range(2, 99))]
-            folders = (Path("vit-fast-results", name) for name in names)
-            folder = next(one for one in folders if not (one.exists() or _partial(one).exists()))
+            folder = next(one for name in names if not (one := Path("vit-fast-results", name)).exists())
         check_folder(folder)
         journal = cls(folder, {"format": FORMAT, **header})
-        with folder_aside(_partial(folder)) as aside:  # a killed process leaves a folder with a header, or none
-            _append(aside / JOURNAL_NAME, "header", journal.header)
+        with file_aside(folder / JOURNAL_NAME) as aside:  # a killed process leaves a folder with a header, or none
+            _append(aside, "header", journal.header)
         return journal
 
     @classmethod
     def resume(cls, folder: Path, resumes: bool = True) -> Journal:
-        """Opens the journal of an interrupted run in the folder of `--out`, with or without .partial; else reads it."""
-        folder = folder.with_name(folder.name.removesuffix(PARTIAL))
-        path = _partial(folder) / JOURNAL_NAME
-        if (folder / JOURNAL_NAME).is_file():  # ended by Ctrl-C
-            folder.replace(_partial(folder))
+        """Opens the journal of an unfinished run in the folder of `--out`. `resumes` False only reads it."""
+        path = folder / JOURNAL_NAME
         if not path.is_file():
             raise ValueError(f"{folder} must contain an unfinished run, but {path} does not exist")
         whole = path.read_bytes()
@@ -191,6 +187,7 @@ class Journal:
             raise ValueError(f"{path}: must be an unfinished run in the format {FORMAT}, got {got}: start a new run")
         if not resumes:
             return cls(None, header, entries)
+        (folder / RECORD_NAME).unlink(missing_ok=True)  # of a run that was ended by Ctrl-C
         os.truncate(path, len(text))
         journal = cls(folder, header, entries)
         kind, value = entries[-1] if entries else ("", None)
@@ -221,13 +218,13 @@ class Journal:
             _append(self._path, kind, value)
 
     def finish(self, files: Mapping[str, bytes], *, keep: bool) -> None:
-        """Writes the files, and renames the .partial folder to `folder`. `keep` keeps the journal to resume the run."""
+        """Writes the files. `keep` keeps the journal to resume the run."""
         assert self._path is not None
         for name, content in files.items():
-            (self._path.parent / name).write_bytes(content)
-        self._path.parent.replace(self.folder)
+            with file_aside(self.folder / name) as aside:
+                aside.write_bytes(content)
         if not keep:  # removed last, so that a run that is killed here can be resumed
-            (self.folder / JOURNAL_NAME).unlink()
+            self._path.unlink()
 
 
 def _append(path: Path, kind: str, value: object) -> None:
@@ -244,15 +241,9 @@ def folder_name(machine: Mapping[str, Any]) -> str:
 
 def check_folder(folder: Path) -> None:
     """Raises ValueError for a folder with an unfinished run, and OSError if it is not a new or empty folder."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder}: must be a new or empty folder, got a file or a folder with files")
-    if (partial := _partial(folder)).exists():
-        raise ValueError(f"{partial} contains an unfinished run: pass --resume {folder}, or another folder to --out")
-
-
-def _partial(folder: Path) -> Path:
-    folder = folder if folder.name else folder.absolute()  # "." has no name
-    return folder.with_name(f"{folder.name.removesuffix(PARTIAL)}{PARTIAL}")
+    if (folder / JOURNAL_NAME).exists():
+        raise ValueError(f"{folder} contains an unfinished run: pass --resume {folder}, or another folder to --out")
+    check_new_folder(folder)
 
 
 def compare_records(first: Record, second: Record) -> dict[str, Any]:
@@ -318,7 +309,7 @@ def read_record(path: str | Path, *, of_bench: bool = True) -> Record:
     ValueError for other content.
     """
     path = Path(path)
-    if path.name.endswith(PARTIAL) and (path / JOURNAL_NAME).is_file():  # of a process that was killed
+    if (path / JOURNAL_NAME).is_file() and not (path / RECORD_NAME).exists():  # of a process that was killed
         with damaged(path):
             return Journal.resume(path, resumes=False).record() | {"gpu_failed": False, "seconds": 0.0}
     content = (path / RECORD_NAME if path.is_dir() else path).read_bytes()

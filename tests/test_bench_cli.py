@@ -61,7 +61,9 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(finished: tuple[P
     assert (folder / "table.md").read_text() == report.markdown(record)
 
 
-def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path, record: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_run_is_resumed_in_its_folder(
+    tmp_path: Path, record: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(records.os, "fsync", Mock(side_effect=KeyboardInterrupt))
@@ -70,9 +72,8 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path, record: dict, monk
     begun = records.Journal.begin(target, {"request": {}, "machine": record["machine"]})
     with pytest.raises(IsADirectoryError):
         begun.finish({"a": b"a", ".": b"cannot be written"}, keep=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["run.partial"]
-    records.Journal.resume(target).finish({"a": b"a"}, keep=False)
-    assert (target / "a").read_bytes() == b"a"
+    records.Journal.resume(target).finish({"a": b"b"}, keep=False)
+    assert [(path.name, path.read_bytes()) for path in target.iterdir()] == [("a", b"b")]
     with pytest.raises(FileExistsError, match="must be a new or empty folder"):
         records.Journal.begin(target, {})
     monkeypatch.chdir(tmp_path)
@@ -97,8 +98,8 @@ def header(**fields: object) -> str:
 )
 def test_resuming_a_damaged_run_or_one_of_another_version_fails(line, message: str, tmp_path: Path, capsys) -> None:
     if line is not None:
-        (tmp_path / "run.partial").mkdir()
-        (tmp_path / "run.partial" / "rows.jsonl").write_text(line + "\n")
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "rows.jsonl").write_text(line + "\n")
     assert run("bench", "--resume", str(tmp_path / "run")) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
@@ -122,10 +123,10 @@ def test_an_ended_run_is_resumed_and_what_ends_it_twice_is_failed(tmp_path: Path
     add("deadly", breaking(lambda: sys.exit(9), after=0, above=1))
     resume = ("bench", "--resume", str(folder), "--json")
     for _ in range(2):
-        assert run(*resume) == 9 and not folder.exists()
-        with pytest.raises(ValueError, match=r"run\.partial contains an unfinished run: pass --resume"):
+        assert run(*resume) == 9 and len(records.read_record(folder)["rows"]) == 2
+        with pytest.raises(ValueError, match="run contains an unfinished run: pass --resume"):
             records.check_folder(folder)
-        with (tmp_path / "run.partial" / "rows.jsonl").open("a") as file:
+        with (folder / "rows.jsonl").open("a") as file:
             file.write('{"kind": "row", "val')  # cut in the middle of a line
     assert run(*resume) == 1
     told = json.loads(capsys.readouterr().out)

@@ -38,7 +38,7 @@ from vit_fast.measure.clock import Protocol
 from vit_fast.ops.backends import triton_unavailable_reasons
 
 BENCH = {"models": ["mlp:5x16x32"], "candidates": ["eager"], "batch_sizes": [2], "dtypes": ["fp32"], "device": "cpu"}
-JOURNAL = "import os, sys, pathlib, time; path = pathlib.Path(sys.argv[1], '0.partial', 'rows.jsonl')\n"
+JOURNAL = "import os, sys, pathlib, time; path = pathlib.Path(sys.argv[1], '0', 'rows.jsonl')\n"
 RESUMED = """path.parent.mkdir(exist_ok=True); path.open('a').write('{"kind": "resumed"}'); os._exit(9)"""  # no header
 
 
@@ -71,7 +71,7 @@ def test_a_process_that_ends_early_is_resumed_and_an_earlier_record_is_kept(tmp_
     for folder in ("job", "job.1", "job.2"):
         found = gpu_check.perform(Job("mlp", "m", 1.0, runs=(BENCH,)), tmp_path / "job", 300.0)
         assert found == "measured" and len([*tmp_path.iterdir()]) == int(folder[4:] or 0) + 1
-        assert (tmp_path / folder / "0.partial" / "rows.jsonl").read_text() == 3 * row
+        assert (tmp_path / folder / "0" / "rows.jsonl").read_text() == 3 * row
 
 
 def test_a_process_that_cannot_be_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,10 +262,9 @@ def test_a_fault_in_one_candidate_leaves_the_rows_of_the_others(gpus: Machine, t
     }  # fmt: skip
     assert rows["eager"]["alone"] and rows["eager"]["ms"] > 0 and rows["eager"]["verdict"] is None
     assert "illegal memory access" in rows["triton"]["reason"] and "during triton" in rows["sdpa"]["reason"]
-    partial = folder.with_name("run.partial")
-    on_disk = rows_by_candidate(read_record(partial))
+    on_disk = rows_by_candidate(read_record(folder))
     assert {name: row["status"] for name, row in on_disk.items()} == {"eager": "measured", "triton": "failed"}
-    assert run_command("report", f"{partial}/", "--out", str(tmp_path / "page.html")) == 0
+    assert run_command("report", f"{folder}/", "--out", str(tmp_path / "page.html")) == 0
     gpus.fault = gpus.broken = ""
     record = runner.run(made, journal=Journal.resume(folder))
     statuses = [(row["candidate"], row["status"]) for row in record["rows"]]
