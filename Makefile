@@ -94,9 +94,9 @@ NEW := vit-fast-results/new-record
 record: $(READY)
 	rm -rf $(NEW)
 	$(BIN)/vit-fast bench --seconds 6 --out $(NEW) $(ARGS)
-	folder=benchmarks/results/$$($(BIN)/python -m vit_fast.benchmarks.documents --check $(NEW)) && mkdir -p $$folder && \
+	folder=benchmarks/results/$$($(BIN)/python docs/make_tables.py --check $(NEW)) && mkdir -p $$folder && \
 		mv $(NEW)/record.json $(NEW)/table.md $(NEW)/plot.png $$folder
-	$(BIN)/python -m vit_fast.benchmarks.documents --fill README.md
+	$(BIN)/python docs/make_tables.py --fill README.md
 
 # Uses the system's Python and its packages, and downloads nothing. OUT is the folder for the records.
 OUT ?= vit-fast-results/gpu-check

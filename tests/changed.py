@@ -54,7 +54,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "vit_fast/commands": ("cli", "*_cli", "docs", "predict*", "train", "deployment"),
     "export": (*EXPORT, "optimize_*"),
     "benchmarks": BENCH,
-    "docs": ("docs", "fused_classes"),
+    "docs": ("docs", "fused_classes", "bench_report"),
     "examples": ("deployment",),
     "tests": (),  # only the file that changed, or the files that import it
     "tests/emulator": ("emulator_*", "tiers"),

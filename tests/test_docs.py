@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -13,12 +14,12 @@ import typer
 from command_line import run
 
 from vit_fast import cli
-from vit_fast.benchmarks.documents import fill
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 README = (ROOT / "README.md").read_text()
+fill = runpy.run_path(str(DOCS / "make_tables.py"))["fill"]
 TEXTS = PAGES | {"README.md": README}
 WITH_CODE = [name for name, text in TEXTS.items() if "```python" in text]
 SOURCE = [

@@ -1,9 +1,10 @@
 """Tables of documents, filled from records that may be cited.
 
-python -m vit_fast.benchmarks.documents --check RECORD    fails if the record must not be cited; else prints the name of
-    the folder for records of its machine
-python -m vit_fast.benchmarks.documents --fill README.md  fills blocks of a document, which start with
-    `<!-- summary: PATTERN -->`, a pattern of records relative to the document, and end with `<!-- /summary -->`
+python docs/make_tables.py --check RECORD
+    Fails if the record must not be cited; otherwise prints the name of the folder for records of its machine.
+python docs/make_tables.py --fill README.md
+    Fills blocks of a document, which start with `<!-- summary: PATTERN -->`, a pattern of records relative to the
+    document, and end with `<!-- /summary -->`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from vit_fast.benchmarks.records import Record, folder_name, read_record
+from vit_fast.benchmarks.report import COLUMNS, contests, heading, objections
 from vit_fast.measure.clock import format_number
-
-from .records import Record, folder_name, read_record
-from .report import COLUMNS, contests, heading, objections
 
 _BLOCK = re.compile(r"(<!-- summary: (\S+) -->\n).*?(<!-- /summary -->)", re.DOTALL)
 _TITLES = (
