@@ -23,7 +23,7 @@ from . import graphs
 from .call import Batch, Call, call_of
 from .deployment import trtexec_line
 from .graphs import shape_of
-from .half import check_parameters, keep_in_range
+from .half import keep_in_range
 from .options import ATTENTION_OPSET, ExportOptions, Precision, Target, default_opset
 from .preprocessing import prepend, preprocessing_model
 from .quantize import quantize
@@ -119,8 +119,6 @@ def export_onnx(
         reasons = [f"ONNX Runtime runs bf16 on CUDA only, but {reason}" for reason in reasons]
         reasons.append("to export without verification, pass verify=False (--no-verify)")
         raise UnsupportedInputError("a bf16 file cannot be verified on this machine", reasons)
-    if options.dtype == "fp16":
-        check_parameters(vit.model)
     labeled = None if validation is None else check_labeled(Path(validation), call)
 
     report = ExportReport(str(path), vit.name, vit.library, options.opset, target, precision)

@@ -19,7 +19,7 @@ import re
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +47,7 @@ from vit_fast.ops.descriptions import Keys, Rope
 
 from .call import Batch, Call, cast
 from .capture_errors import reasons_of
+from .constants import has_large_constants, widen_constants
 from .options import ATTENTION_OPSET, GELU_OPSET, MICROSOFT, ExportOptions
 from .report import Fusion
 from .runtime.runner import open_session
@@ -191,6 +192,9 @@ def capture(call: Call) -> ir.Model:
     """Captures a call as an ONNX graph, whose floating-point inputs are fp32."""
     options, dtype = call.options, DTYPES[call.options.dtype]
     args, kwargs = call.arguments(call.example())
+    own = call.vit.model
+    named = (*own.named_parameters(remove_duplicate=False), *own.named_buffers(remove_duplicate=False))
+    state = {f"model.{name}": tensor for name, tensor in named}
     vit = dataclasses.replace(call.vit, model=sharing_copy(call.vit.model, kwargs or args))
     if options.dtype != "fp32":
         vit = vit.copy_in(dtype)
@@ -209,7 +213,7 @@ def capture(call: Call) -> ir.Model:
         contextlib.redirect_stderr(printed),
         warnings.catch_warnings(action="ignore"),
     ):
-        model = _to_onnx(_Exported(call).eval(), call)
+        model = _to_onnx(_Exported(call).eval(), call, state)
     if (written := model.opset_imports.get("")) != options.opset:  # torch cannot always lower the opset
         raise UnsupportedInputError(f"opset {options.opset}", [f"torch wrote opset {written} instead: pass {written}"])
     for node in model.graph.all_nodes():
@@ -230,7 +234,7 @@ def capture(call: Call) -> ir.Model:
     return model
 
 
-def _to_onnx(module: _Exported, call: Call) -> ir.Model:
+def _to_onnx(module: _Exported, call: Call, state: Mapping[str, Tensor]) -> ir.Model:
     options, (height, width), (patch_h, patch_w) = call.options, call.vit.image_hw, call.vit.patch_hw
     inputs, exported = call.example(), None
     dimensions: dict[int, Any] = {0: torch.export.Dim(BATCH)} if options.dynamic_batch else {}
@@ -245,8 +249,11 @@ def _to_onnx(module: _Exported, call: Call) -> ir.Model:
     try:
         exported = export()
         table = decompositions(options)
-        if calls_any(exported, table):  # otherwise torch.onnx.export would only repeat the work
+        has_large = options.dtype == "fp16" and has_large_constants(exported, state)
+        if has_large or calls_any(exported, table):  # otherwise torch.onnx.export would only repeat the work
             exported = exported.run_decompositions(table)
+        if has_large:
+            widen_constants(exported, state)
         program: Any = torch.onnx.export(
             exported, dynamo=True, opset_version=options.opset, input_names=list(call.names.values()),
             output_names=module.outputs.names, verbose=False,

@@ -22,14 +22,11 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from torch import nn
-
-from vit_fast.errors import UnsupportedInputError
 
 from .call import Batch
-from .graphs import add_constant, append, linear_weight, run_graph, scope_of
+from .constants import FP16_MAX
+from .graphs import add_constant, append, constant_of, linear_weight, run_graph, scope_of
 
-FP16_MAX = float(np.finfo(np.float16).max)  # 65504
 SUMS = FP16_MAX / 2  # other images than the measured ones may have larger values
 LIMIT = SUMS / 2  # GELU reaches 2 x inside, in x (1 + erf(x / sqrt(2)))
 SCORES = 1024.0  # fp16 rounds larger scores by more than 0.25, and changes their probabilities by more than 28 %
@@ -38,7 +35,7 @@ HALF, FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT
 
 def keep_in_range(model: ir.Model, batches: Sequence[Batch]) -> tuple[str, ...]:
     """Makes nodes that can overflow compute in fp32, in place; returns the layers and their largest values."""
-    peaks = overflowing(model, batches) if batches else {}
+    peaks = _beside_constants(model.graph) | (overflowing(model, batches) if batches else {})
     widen(model.graph, peaks)
     layers: dict[str, list[ir.Node]] = defaultdict(list)
     for node in peaks:
@@ -51,13 +48,16 @@ def keep_in_range(model: ir.Model, batches: Sequence[Batch]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def check_parameters(model: nn.Module) -> None:
-    """Raises UnsupportedInputError if fp16 cannot represent a parameter."""
-    pairs = {name: p.detach().aminmax() for name, p in model.named_parameters() if p.numel()}
-    peaks = {name: max(-float(least), float(most)) for name, (least, most) in pairs.items()}
-    reasons = [f"{name} must not exceed {FP16_MAX:g}, got {peak:g}" for name, peak in peaks.items() if peak > FP16_MAX]
-    if reasons:
-        raise UnsupportedInputError("fp16", [*reasons, "export with precision bf16 or fp32"])
+def _beside_constants(graph: ir.Graph) -> dict[ir.Node, float]:
+    """Returns nodes that write or read the output of an operator with a large constant, see constants.py."""
+    peaks = {}
+    for node in graph:
+        if node.op_type == "Cast" and node.attributes.get_int("to") == HALF and (source := node.inputs[0].producer()):
+            constants = [constant_of(value) for value in source.inputs if value is not None and value.dtype == FLOAT]
+            finite = [np.abs(x[np.isfinite(x)]).max(initial=0) for x in constants if x is not None]
+            if (peak := float(max(finite, default=0))) > FP16_MAX:
+                peaks |= dict.fromkeys([node, *(use.node for use in node.outputs[0].uses())], peak)
+    return peaks
 
 
 def overflowing(model: ir.Model, batches: Sequence[Batch]) -> dict[ir.Node, float]:

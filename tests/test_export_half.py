@@ -11,6 +11,7 @@ import pytest
 import torch
 from digits import digits_vit, held_out
 from onnx.reference import ReferenceEvaluator
+from torch import Tensor, nn
 
 from vit_fast.apps.data import sample_image
 from vit_fast.export import export_onnx
@@ -60,6 +61,45 @@ def test_layers_that_overflow_stay_in_fp32(target: str, change: Any, tmp_path: P
         np.testing.assert_allclose(got, model(images), atol=0.02 * model(images).abs().max().item())
     halves = [t for t in onnx.load(tmp_path / "m.onnx").graph.initializer if t.data_type == onnx.TensorProto.FLOAT16]
     assert len(halves) > 20, "the other layers stay in fp16"
+
+
+class LargeConstants(nn.Module):
+    """Numbers, tensors, a buffer and a parameter that fp16 cannot represent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        nn.init.constant_(self.layer.bias[:1], 7e4)
+        self.register_buffer("mask", torch.tensor([0, -1e9] * 4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {
+            "number": (x + 3e5) / 1e5,
+            "in_place": x.clone().mul_(2e5).sub_(1e5) / 1e5,
+            "masked": x.masked_fill(x > -100, -1e9).softmax(-1),
+            "infinite": x.masked_fill(x > x.mean(-1, True), -torch.inf).softmax(-1),
+            "tensor": torch.where(x > 0, x, torch.tensor(-1e9)).softmax(-1),
+            "filled": (x * torch.full_like(x, 2e5) * 1000 > 1e8).to(x.dtype),
+            "buffer": (x[:, None] + self.mask.view(1, 2, 4).flatten()).softmax(-1),
+            "parameter": self.layer(x) / 1e4,
+            "stored": self.mask,
+            "several": (x * 1e5).topk(2, -1).values / 1e5,
+        }
+
+
+@torch.no_grad()
+def test_large_constants_stay_in_fp32(tmp_path: Path) -> None:
+    """Evaluates the file with numpy. If nothing is measured, only the operators beside constants are in fp32."""
+    model, x = LargeConstants(), torch.randn(3, 8)
+    for verify in (True, False):
+        report = export_onnx(model, tmp_path / "m.onnx", precision="fp16", example=x, verify=verify)
+        assert report.verified == verify
+        session = ReferenceEvaluator(str(tmp_path / "m.onnx"))
+        got = dict(zip(report.outputs, session.run(None, {"x": x.numpy()})))
+        for name, expected in model(x).items():
+            if not verify and name in ("filled", "several"):
+                continue
+            np.testing.assert_allclose(got[name], expected, atol=5e-3 * expected.abs().max().clamp(1), err_msg=name)
 
 
 @pytest.mark.slow
