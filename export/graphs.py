@@ -19,7 +19,7 @@ import re
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,8 +47,8 @@ from vit_fast.ops.descriptions import Keys, Rope
 
 from .call import Batch, Call, cast
 from .capture_errors import reasons_of
-from .constants import has_large_constants, widen_constants
 from .options import ATTENTION_OPSET, GELU_OPSET, MICROSOFT, ExportOptions
+from .programs import decomposed
 from .report import Fusion
 from .runtime.runner import open_session
 
@@ -68,9 +68,11 @@ class ExportedBlock(nn.Module):
         self._options = options
         self.qkv = None
         qkv = self._attention.qkv
-        if not len(qkv.weights) == len(qkv.biases) == 1:  # concatenate q, k and v once, as constants
-            self.qkv = nn.Module()
-            for name, tensor in zip(("weight", "bias"), qkv.tensors(), strict=True):
+        both = qkv.tensors()
+        is_split = not len(qkv.weights) == len(qkv.biases) == 1
+        if is_split and all(x is None or x.isfinite().all() for x in both):  # in fp16, see programs.py
+            self.qkv = nn.Module()  # concatenates q, k and v once, as constants
+            for name, tensor in zip(("weight", "bias"), both, strict=True):
                 self.qkv.register_buffer(name, None if tensor is None else tensor.detach().contiguous())
 
     def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
@@ -192,10 +194,8 @@ def capture(call: Call) -> ir.Model:
     """Captures a call as an ONNX graph, whose floating-point inputs are fp32."""
     options, dtype = call.options, DTYPES[call.options.dtype]
     args, kwargs = call.arguments(call.example())
-    own = call.vit.model
-    named = (*own.named_parameters(remove_duplicate=False), *own.named_buffers(remove_duplicate=False))
-    state = {f"model.{name}": tensor for name, tensor in named}
-    vit = dataclasses.replace(call.vit, model=sharing_copy(call.vit.model, kwargs or args))
+    original = call.vit.model
+    vit = dataclasses.replace(call.vit, model=sharing_copy(original, kwargs or args))
     if options.dtype != "fp32":
         vit = vit.copy_in(dtype)
     call = dataclasses.replace(call, vit=vit)
@@ -213,7 +213,7 @@ def capture(call: Call) -> ir.Model:
         contextlib.redirect_stderr(printed),
         warnings.catch_warnings(action="ignore"),
     ):
-        model = _to_onnx(_Exported(call).eval(), call, state)
+        model = _to_onnx(_Exported(call).eval(), call, original)
     if (written := model.opset_imports.get("")) != options.opset:  # torch cannot always lower the opset
         raise UnsupportedInputError(f"opset {options.opset}", [f"torch wrote opset {written} instead: pass {written}"])
     for node in model.graph.all_nodes():
@@ -234,7 +234,7 @@ def capture(call: Call) -> ir.Model:
     return model
 
 
-def _to_onnx(module: _Exported, call: Call, state: Mapping[str, Tensor]) -> ir.Model:
+def _to_onnx(module: _Exported, call: Call, original: nn.Module) -> ir.Model:
     options, (height, width), (patch_h, patch_w) = call.options, call.vit.image_hw, call.vit.patch_hw
     inputs, exported = call.example(), None
     dimensions: dict[int, Any] = {0: torch.export.Dim(BATCH)} if options.dynamic_batch else {}
@@ -248,12 +248,7 @@ def _to_onnx(module: _Exported, call: Call, state: Mapping[str, Tensor]) -> ir.M
 
     try:
         exported = export()
-        table = decompositions(options)
-        has_large = options.dtype == "fp16" and has_large_constants(exported, state)
-        if has_large or calls_any(exported, table):  # otherwise torch.onnx.export would only repeat the work
-            exported = exported.run_decompositions(table)
-        if has_large:
-            widen_constants(exported, state)
+        exported = decomposed(exported, decompositions(options), original if options.dtype == "fp16" else None)
         program: Any = torch.onnx.export(
             exported, dynamo=True, opset_version=options.opset, input_names=list(call.names.values()),
             output_names=module.outputs.names, verbose=False,
@@ -265,11 +260,6 @@ def _to_onnx(module: _Exported, call: Call, state: Mapping[str, Tensor]) -> ir.M
         raise UnsupportedInputError(f"export of {call.vit.name}", reasons) from error
     model: ir.Model = program.model
     return model
-
-
-def calls_any(exported: torch.export.ExportedProgram, operators: Container[Any]) -> bool:
-    graphs = [part.graph for part in exported.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
-    return any(node.target in operators for graph in graphs for node in graph.nodes)
 
 
 def optimize(model: ir.Model, options: ExportOptions) -> list[Fusion]:

@@ -24,8 +24,8 @@ import numpy as np
 import onnx_ir as ir
 
 from .call import Batch
-from .constants import FP16_MAX
 from .graphs import add_constant, append, constant_of, linear_weight, run_graph, scope_of
+from .programs import FP16_MAX
 
 SUMS = FP16_MAX / 2  # other images than the measured ones may have larger values
 LIMIT = SUMS / 2  # GELU reaches 2 x inside, in x (1 + erf(x / sqrt(2)))
@@ -49,7 +49,7 @@ def keep_in_range(model: ir.Model, batches: Sequence[Batch]) -> tuple[str, ...]:
 
 
 def _beside_constants(graph: ir.Graph) -> dict[ir.Node, float]:
-    """Returns nodes that write or read the output of an operator with a large constant, see constants.py."""
+    """Returns nodes that write or read the output of an operator with a large constant, see programs.py."""
     peaks = {}
     for node in graph:
         if node.op_type == "Cast" and node.attributes.get_int("to") == HALF and (source := node.inputs[0].producer()):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from digits import digits_vit, held_out
 from onnx.reference import ReferenceEvaluator
+from onnx_models import make
 from torch import Tensor, nn
 
 from vit_fast.apps.data import sample_image
@@ -70,6 +71,8 @@ class LargeConstants(nn.Module):
         super().__init__()
         self.layer = nn.Linear(8, 8)
         nn.init.constant_(self.layer.bias[:1], 7e4)
+        self.vit: Any = make("transformers-vit")  # a block, whose q, k and v are concatenated
+        nn.init.constant_(self.vit.vit.layers[0].attention.k_proj.bias[:2], 7e4)  # does not change the softmax
         self.register_buffer("mask", torch.tensor([0, -1e9] * 4))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
@@ -83,6 +86,7 @@ class LargeConstants(nn.Module):
             "buffer": (x[:, None] + self.mask.view(1, 2, 4).flatten()).softmax(-1),
             "parameter": self.layer(x) / 1e4,
             "stored": self.mask,
+            "block": self.vit.vit.layers[0](x[:, None].repeat(1, 4, 8)),
             "several": (x * 1e5).topk(2, -1).values / 1e5,
         }
 
@@ -97,7 +101,7 @@ def test_large_constants_stay_in_fp32(tmp_path: Path) -> None:
         session = ReferenceEvaluator(str(tmp_path / "m.onnx"))
         got = dict(zip(report.outputs, session.run(None, {"x": x.numpy()})))
         for name, expected in model(x).items():
-            if not verify and name in ("filled", "several"):
+            if not verify and name in ("filled", "block", "several"):
                 continue
             np.testing.assert_allclose(got[name], expected, atol=5e-3 * expected.abs().max().clamp(1), err_msg=name)
 

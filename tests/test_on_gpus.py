@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from vit_fast.benchmarks import operators, preparation, runner, verify
 from vit_fast.benchmarks.candidates import CANDIDATES, NAMES
 from vit_fast.benchmarks.preparation import TrainingStep
 from vit_fast.benchmarks.records import Journal, read_record
-from vit_fast.export.runtime.runner import OnnxRunner, ProviderError
+from vit_fast.export import ProviderError
 from vit_fast.measure import cache, candidate, clock, search, trials
 from vit_fast.measure.candidate import ORIGINAL, PRECISIONS, Candidate, Reference
 from vit_fast.measure.trials import Trials
@@ -221,20 +220,6 @@ def test_the_slower_mode_of_a_compiler_leaves_no_row(gpus: Machine, monkeypatch:
     for rows in (runner.run(made, journal=journal)["rows"], runner.run(made, journal=journal)["rows"]):
         assert [row["candidate"] for row in rows] == ["eager", "eager+compile:reduce-overhead"] * 2
         assert {row["status"] for row in rows} == {"measured"} and not any(row.get("alone") for row in rows)
-
-
-def test_an_onnx_session_gets_images_on_its_own_gpu(gpus: Machine, exported: Any) -> None:
-    used = []
-
-    class Binding:
-        def __getattr__(self, name: str) -> Any:
-            return lambda value, kind, index, *rest: used.append((kind, index))
-
-    runner = OnnxRunner(exported("plain"), "cpu")
-    runner._bind, runner._gpu = True, torch.device("cuda", 1)
-    runner._session = SimpleNamespace(io_binding=Binding, run_with_iobinding=lambda binding: None)
-    images = torch.zeros(2, runner.in_chans, *runner.image_hw, device="cuda:0")
-    assert runner(images).device == images.device and used == [("cuda", 1)] * 2
 
 
 @pytest.mark.usefixtures("small_ceilings")

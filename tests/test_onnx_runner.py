@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,8 @@ import torch
 from command_line import run
 from fused_models import transformers_subject
 from onnx_models import NAMES
-from torch import nn
+from pretend_gpu import Machine
+from torch import Tensor, nn
 
 from vit_fast.apps.data import make_transform, read_image, sample_image
 from vit_fast.config import DataConfig
@@ -209,3 +212,44 @@ def test_outputs_of_all_images_need_one_batch(name: str, tmp_path: Path, monkeyp
     if name != "centered":  # has the shape of an output per image
         with pytest.raises(ValueError, match=r"depends on all images of a batch: .*max_batch"):
             runner(images)
+
+
+class Bound:
+    """An IO binding of ONNX Runtime; `run` computes on the CPU, from and into the bound memory."""
+
+    def __init__(self) -> None:
+        self.places, self.inputs, self.outputs = [], {}, {}
+        self.bind_input, self.bind_output = partial(self._bind, self.inputs), partial(self._bind, self.outputs)
+
+    def _bind(self, bound: dict[str, Any], name: str, kind: str, index: int, *rest: Any) -> None:
+        self.places.append((kind, index))
+        bound[name] = rest
+
+    def run(self, session: Any) -> None:
+        fed = {name: np.empty(shape, dtype) for name, (dtype, shape, _) in self.inputs.items()}
+        for name, array in fed.items():
+            ctypes.memmove(array.ctypes.data, self.inputs[name][2], array.nbytes)
+        for y, (dtype, shape, address) in zip(session.run(list(self.outputs), fed), self.outputs.values(), strict=True):
+            assert (y.dtype, y.shape) == (dtype, shape)
+            ctypes.memmove(address, y.ctypes.data, y.nbytes)
+
+
+class OutputsOfAnySize(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        found = {"rows": x.flatten(0, 1), "class": x.mean((2, 3)).argmax(1), "large": x[:, 0] > 0, "grid": torch.eye(2)}
+        return found | {"pairs": x.flatten(1) @ x.flatten(1).mT}
+
+
+def test_an_onnx_session_writes_outputs_of_any_size_on_its_own_gpu(gpus: Machine, tmp_path: Path) -> None:
+    model, images = OutputsOfAnySize(), torch.randn(2, 3, 4, 4)
+    export_onnx(model, tmp_path / "m.onnx", example=images)
+    runner, bindings = OnnxRunner(tmp_path / "m.onnx", "cpu"), list[Bound]()
+    session = runner._session
+    runner._bind, runner._gpu = True, torch.device("cuda", 1)
+    binding = lambda: bindings.append(Bound()) or bindings[-1]  # noqa: E731
+    runner._session = SimpleNamespace(io_binding=binding, run_with_iobinding=lambda bound: bound.run(session))
+    found = runner(images.to("cuda:0"))
+    assert {y.device for y in found.values()} == {torch.device("cuda:0")}
+    assert bindings[0].places == [("cuda", 1)] * 6
+    for name, expected in model(images).items():
+        torch.testing.assert_close(found[name].cpu(), expected)

@@ -31,7 +31,8 @@ KINDS = onnx.TensorProto
 NARROW = {  # number formats by dtype of weights
     KINDS.FLOAT16: "fp16", KINDS.BFLOAT16: "bf16", KINDS.INT8: "int8", KINDS.UINT8: "int8", KINDS.FLOAT8E4M3FN: "fp8",
 }  # fmt: skip
-DTYPES = {"float": np.float32, "float16": np.float16, "double": np.float64, "uint8": np.uint8}
+DTYPES: dict[str, Any] = {"float": np.float32, "float16": np.float16, "double": np.float64, "uint8": np.uint8}
+OUTPUT_DTYPES = DTYPES | {"int64": np.int64, "int32": np.int32, "bool": np.bool_}
 
 
 class ModelFileError(VitFastError, ValueError):
@@ -239,12 +240,28 @@ class Signature:
     in_chans: int
     image_hw: Size | None  # size of the images; None if unknown
     patch_hw: Size | None  # images of any size must have multiples of it as sides
-    outputs: dict[str, tuple[np.dtype[Any], tuple[int, ...] | None]]  # dtype, and shape after the batch axis if known
-    unbatched: dict[str, int]  # length of axis 0 of outputs, where it is not the batch
-    paired: tuple[str, ...]  # outputs of pairs of images, e.g. [B, B] or [B * B], which cannot be computed in pieces
+    batch: str  # name of the batch axis; "" for a fixed batch
+    outputs: dict[str, tuple[np.dtype[Any] | None, list[int | str]]]  # dtype if known, and declared shape
 
     def _is_batched(self, name: str, y: Any) -> bool:
-        return bool(y.ndim) and len(y) != self.unbatched.get(name)
+        fixed = next(iter(self.outputs[name][1]), None)
+        return bool(y.ndim) and (len(y) != fixed or fixed == self.shape[0])
+
+    @property
+    def paired(self) -> list[str]:
+        """Outputs of pairs of images, e.g. [B, B] or [B * B], which cannot be computed in pieces."""
+        texts = {name: ",".join(map(str, dims)) for name, (_, dims) in self.outputs.items() if self.batch}
+        own = rf"^(\d+\*)?{re.escape(self.batch)}(?=,|$)"  # axis 0 of one image or more
+        return [
+            name for name, text in texts.items() if re.search(rf"\b{re.escape(self.batch)}\b", re.sub(own, "", text))
+        ]
+
+    def shape_of(self, name: str, count: int) -> list[int] | None:
+        """Returns the shape of an output of `count` images; None if the file does not contain it."""
+        of_batch = re.compile(rf"(?:(\d+)\*)?{re.escape(self.batch or 'fixed')}")
+        found = [dim if isinstance(dim, int) else of_batch.fullmatch(dim) for dim in self.outputs[name][1]]
+        sizes = [dim if isinstance(dim, int) else dim and count * int(dim[1] or 1) for dim in found]
+        return None if None in sizes else sizes or None
 
     def first(self, found: Any, count: int, of: int) -> Any:
         """Returns the outputs of the first `count` of some images; `found` is a dict, or the only output."""
@@ -300,23 +317,11 @@ def read_signature(info: OnnxInfo, any_inputs: bool = False) -> Signature:
             f"or as uint8 [batch, height, width, channels], got {got or 'no input'}"
         )
     dtype: np.dtype[Any] = np.dtype(DTYPES[entry["dtype"]])
-    shape, *tails = (
-        tuple(dim if isinstance(dim, int) and dim > 0 else None for dim in dims)
-        for dims in (entry["shape"], *(out["shape"][1:] for out in info.outputs))
-    )
-    outputs: dict[str, Any] = {}
-    batch, counts = re.escape(str(entry["shape"][0])), Counter[str]()  # of axes, except for axis 0 of one image or more
-    for out in () if shape[0] else info.outputs:
-        dims = ",".join(map(str, out["shape"]))
-        counts[out["name"]] = len(re.findall(rf"\b{batch}\b", dims)) - bool(re.match(rf"(\d+\*)?{batch}(,|$)", dims))
-    firsts = {out["name"]: next(iter(out["shape"]), None) for out in info.outputs}
-    unbatched = {name: dim for name, dim in firsts.items() if isinstance(dim, int) and 0 < dim != shape[0]}
-    for out, tail in zip(info.outputs, tails):
-        is_known = out["dtype"] in DTYPES and out["shape"] and None not in tail and out["name"] not in unbatched
-        outputs[out["name"]] = np.dtype(DTYPES.get(out["dtype"], np.float32)), tail if is_known else None
+    shape = tuple(dim if isinstance(dim, int) and dim > 0 else None for dim in entry["shape"])
     takes_pixels = dtype == np.uint8
     height, width = shape[1:3] if takes_pixels else shape[2:]
     known, patch = info.metadata.get("image_hw"), info.metadata.get("patch_hw", (1, 1))
+    outputs = {out["name"]: (OUTPUT_DTYPES.get(out["dtype"]), out["shape"]) for out in info.outputs}
     image_hw: Size | None = (height, width) if height and width else None
     if image_hw is None and isinstance(known, list):  # other exporters may store text here
         image_hw = (known[0], known[1])
@@ -324,5 +329,5 @@ def read_signature(info: OnnxInfo, any_inputs: bool = False) -> Signature:
         path=Path(info.path), input=entry["name"], dtype=dtype, takes_pixels=takes_pixels, shape=shape,
         in_chans=shape[3 if takes_pixels else 1] or 3, image_hw=image_hw,
         patch_hw=(patch[0], patch[1]) if info.metadata.get("dynamic_size") is True else None, outputs=outputs,
-        unbatched=unbatched, paired=tuple(+counts),
+        batch="" if shape[0] else str(entry["shape"][0]),
     )  # fmt: skip

@@ -126,12 +126,13 @@ def _chosen_size(signature: Signature, image_hw: Size) -> Size:
 
 def _allocated(signature: Signature, count: int, device: torch.device) -> list[Tensor]:
     """Returns tensors for the outputs of `count` images."""
-    if any(tail is None for _, tail in signature.outputs.values()):
-        remedy = "pass io_binding=False and cuda_graph=False"
-        reason = f"the file must contain the shapes and known dtypes of its outputs: {remedy}"
-        raise UnsupportedInputError("IO binding", [reason])
-    kinds = [((count, *(tail or ())), getattr(torch, str(dtype))) for dtype, tail in signature.outputs.values()]
-    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds]
+    made = []
+    for name, (dtype, _) in signature.outputs.items():
+        if dtype is None or (shape := signature.shape_of(name, count)) is None:
+            remedy = "pass io_binding=False and cuda_graph=False"
+            raise UnsupportedInputError("IO binding", [f"the file must contain shape and dtype of {name}: {remedy}"])
+        made.append(torch.empty(shape, dtype=getattr(torch, np.dtype(dtype).name), device=device))
+    return made
 
 
 def _run_named(session: Any, inputs: Mapping[str, Any], names: Sequence[str]) -> Any:
@@ -212,9 +213,9 @@ class OnnxRunner:
                 raise ValueError(f"output must be {self.info.output!r}, the output of the file, got {output!r}")
         self.output = output or self.info.output or "logits"
         self._classes = self.output if self.output in signature.outputs else next(iter(signature.outputs))
-        tail, known = signature.outputs[self._classes][1], self.class_names
-        classes = tail[-1] if tail else None
-        if known is not None and classes not in (None, len(known)) and self.output in CLASSES:
+        dims, known = signature.outputs[self._classes][1], self.class_names
+        classes = dims[-1] if len(dims) > 1 else None
+        if known is not None and isinstance(classes, int) and classes != len(known) and self.output in CLASSES:
             raise ValueError(f"class_names must have {classes} names, one per class of {path}, got {len(known)}")
         self.image_hw = signature.image_hw if image_hw is None else _chosen_size(signature, image_hw)
         if cuda_graph and kind not in ("auto", "cuda"):

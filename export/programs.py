@@ -1,25 +1,44 @@
-"""Keeps constants that fp16 would make infinite, and the operators that read them, in fp32.
+"""Programs of torch.export: decompositions, and fp32 for constants that fp16 would make infinite.
 
 Constants are parameters, buffers, tensors of the code, and numbers such as 3e5 in `x + 3e5`. What depends on constants
 only stays in fp32. Other operators that read them compute in fp32, and their outputs are cast to fp16; `half.py`
-measures these. Changes a program of torch.export, because ONNX's graph contains infinities instead.
+measures these. ONNX's graph cannot be repaired instead, because it contains infinities.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from vit_fast.errors import UnsupportedInputError
-
+aten = torch.ops.aten
 FP16_MAX = torch.finfo(torch.float16).max  # 65504
-FILLS = (torch.ops.aten.full_like.default, torch.ops.aten.new_full.default)  # do not depend on values of their input
+FILLS = (aten.full_like.default, aten.new_full.default)  # do not depend on the values of their input
+
+
+def decomposed(
+    exported: ExportedProgram, table: Mapping[Any, Callable[..., Any]], original: nn.Module | None
+) -> ExportedProgram:
+    """Replaces operators by their decompositions.
+
+    `original` is the program's `model` in fp32, if it is in fp16. Then, large constants and their readers are in fp32.
+    """
+    graphs = [part.graph for part in exported.graph_module.modules() if isinstance(part, fx.GraphModule)]
+    has_large = original is not None and (
+        any(map(_has_large_number, exported.graph.nodes))
+        or any(_exceeds(x) for *_, x in _constants(exported, original))
+    )
+    if has_large or any(node.target in table for graph in graphs for node in graph.nodes):
+        exported = exported.run_decompositions(dict(table))  # torch.onnx.export would repeat the work
+    if has_large and original is not None:
+        _widen_constants(exported, original)
+    return exported
 
 
 def _exceeds(x: Tensor) -> bool:
@@ -39,51 +58,35 @@ def _has_large_number(node: fx.Node) -> bool:
     return any(FP16_MAX < abs(x) < math.inf for x in numbers)
 
 
-def _constants(exported: ExportedProgram, state: Mapping[str, Tensor]) -> dict[str, tuple[Any, str, Tensor]]:
-    """Returns constants by the names of their nodes: where the program stores them, and their values in fp32."""
-    signature = exported.graph_signature
+def _constants(exported: ExportedProgram, original: nn.Module) -> list[tuple[str, dict[str, Any], str, Tensor]]:
+    """Returns for each constant: the name of its node, where the program stores it, and its value, if known in fp32."""
+    both = (original.named_parameters(remove_duplicate=False), original.named_buffers(remove_duplicate=False))
+    in_fp32, signature = {f"model.{name}": x for name, x in chain(*both)}, exported.graph_signature
     names = signature.inputs_to_parameters | signature.inputs_to_buffers | signature.inputs_to_lifted_tensor_constants
-    found = {}
+    found = []
     for name, target in names.items():
         stored: Any = exported.state_dict if target in exported.state_dict else exported.constants
-        found[name] = stored, target, state.get(target, stored[target])
+        found.append((name, stored, target, in_fp32.get(target, stored[target])))
     return found
 
 
-def has_large_constants(exported: ExportedProgram, state: Mapping[str, Tensor]) -> bool:
-    """Returns True if fp16 cannot represent a constant. `state` contains parameters and buffers in fp32, by name."""
-    found = _constants(exported, state).values()
-    return any(map(_has_large_number, exported.graph.nodes)) or any(_exceeds(x) for _, _, x in found)
-
-
-def widen_constants(exported: ExportedProgram, state: Mapping[str, Tensor]) -> None:
-    """Makes a functional program in fp16 store and read large constants in fp32, in place.
-
-    Raises UnsupportedInputError for a large parameter that is part of a concatenated weight.
-    """
-    graph, found = exported.graph, _constants(exported, state)
+def _widen_constants(exported: ExportedProgram, original: nn.Module) -> None:
+    """Makes a functional program store and read large constants in fp32, in place."""
+    graph, placeholders = exported.graph, {node.name: node for node in exported.graph.nodes}
     constant, wide = set[fx.Node](), set[fx.Node]()  # `wide`: constants in fp32, and nodes with several outputs
+    for name, stored, target, value in _constants(exported, original):
+        constant.add(node := placeholders[name])
+        if _exceeds(value):
+            wide.add(node)
+            stored[target], node.meta["val"] = value, node.meta["val"].float()
 
     def cast(x: fx.Node, dtype: torch.dtype, near: fx.Node) -> fx.Node:
-        made = graph.call_function(torch.ops.aten._to_copy.default, (x,), {"dtype": dtype})
+        made = graph.call_function(aten._to_copy.default, (x,), {"dtype": dtype})
         made.meta = dict(near.meta)  # scope and, of an output, the type
         return made
 
-    for node in list(graph.nodes):
-        if node.name in found:
-            constant.add(node)
-            stored, target, value = found[node.name]
-            if _exceeds(value):
-                if not node.users:
-                    name = target.removeprefix("model.")
-                    reason = f"{name} must not exceed {FP16_MAX:g}, got {float(value.abs().max()):g}"
-                    raise UnsupportedInputError("fp16", [reason, "export with precision bf16 or fp32"])
-                stored[target] = value
-                node.meta["val"] = node.meta["val"].float()
-                wide.add(node)
-        if node.op != "call_function":
-            continue
-        if node.target == torch.ops.aten._assert_tensor_metadata.default:  # of types that this function changes
+    for node in [node for node in graph.nodes if node.op == "call_function"]:
+        if node.target == aten._assert_tensor_metadata.default:  # of types that this function changes
             graph.erase_node(node)
             continue
         inputs, outputs = node.all_input_nodes, pytree.tree_leaves(node.meta.get("val"))
@@ -104,4 +107,3 @@ def widen_constants(exported: ExportedProgram, state: Mapping[str, Tensor]) -> N
                 half = cast(node, torch.float16, node)
             node.replace_all_uses_with(half, lambda user, half=half: user is not half)
     exported.graph_module.recompile()
-
