@@ -50,13 +50,14 @@ def keep_in_range(model: ir.Model, batches: Sequence[Batch]) -> tuple[str, ...]:
 
 def _beside_constants(graph: ir.Graph) -> dict[ir.Node, float]:
     """Returns nodes that write or read the output of an operator with a large constant, see programs.py."""
-    peaks = {}
-    for node in graph:
-        if node.op_type == "Cast" and node.attributes.get_int("to") == HALF and (source := node.inputs[0].producer()):
-            constants = [constant_of(value) for value in source.inputs if value is not None and value.dtype == FLOAT]
-            finite = [np.abs(x[np.isfinite(x)]).max(initial=0) for x in constants if x is not None]
-            if (peak := float(max(finite, default=0))) > FP16_MAX:
-                peaks |= dict.fromkeys([node, *(use.node for use in node.outputs[0].uses())], peak)
+    peaks: dict[ir.Node, float] = {}
+    for node in [node for node in graph if node.op_type == "Cast" and node.attributes.get_int("to") == HALF]:
+        source: Any = node.inputs[0] and node.inputs[0].producer()
+        values = () if source is None else source.inputs
+        constants = [constant_of(value) for value in values if value is not None and value.dtype == FLOAT]
+        finite = [np.abs(x[np.isfinite(x)]).max(initial=0) for x in constants if x is not None]
+        if (peak := float(max(finite, default=0))) > FP16_MAX:
+            peaks |= dict.fromkeys([node, *(use.node for use in node.outputs[0].uses())], peak)
     return peaks
 
 

@@ -260,7 +260,7 @@ class Signature:
         """Returns the shape of an output of `count` images; None if the file does not contain it."""
         of_batch = re.compile(rf"(?:(\d+)\*)?{re.escape(self.batch or 'fixed')}")
         found = [dim if isinstance(dim, int) else of_batch.fullmatch(dim) for dim in self.outputs[name][1]]
-        sizes = [dim if isinstance(dim, int) else dim and count * int(dim[1] or 1) for dim in found]
+        sizes: list[Any] = [dim if isinstance(dim, int) else dim and count * int(dim[1] or 1) for dim in found]
         return None if None in sizes else sizes or None
 
     def first(self, found: Any, count: int, of: int) -> Any:
