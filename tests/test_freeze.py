@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import SUBJECTS, gradients, tiny_timm, vitpose_subject
+from fused_models import SUBJECTS, gradients, tiny_timm
 from mlp_support import DEVICE
 from spellings import Net, NormedBranch, NormedResidual, Parallel, PostNorm, Residual
 from torch import Tensor, nn
@@ -107,10 +107,9 @@ def test_a_second_freeze_reads_parameters_of_inference_mode() -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (SUBJECTS["transformers-beit"].build, "attention must be fused, with q, k, v and output projection"),
         (lambda: nn.TransformerEncoderLayer(64, 2, 64, norm_first=True), "self_attn.batch_first must be True, got"),
         (lambda: SUBJECTS["timm-siglip"].build().attn_pool, "fuse does not run the attention of this class"),
-        (lambda: vitpose_subject(num_experts=3, part_features=16).build(), "fuse did not fuse the norm and MLP of its"),
+        (lambda: tiny_timm(act_layer=nn.Tanh), "fuse did not fuse the norm and MLP of its"),
         (lambda: tiny_timm().double(), "this CPU cannot pack weights in torch.float64"),
         (lambda: mixed_dtypes(tiny_timm()), "got torch.bfloat16 on cpu, torch.float32 on cpu"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import itertools
 import operator
@@ -17,7 +16,7 @@ import packed_towers
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import IMAGE, LIBRARIES, SUBJECTS, Subject, plain_vit, tiny_timm, transformers_subject
+from fused_models import LIBRARIES, SUBJECTS, Subject, plain_vit, tiny_timm, transformers_subject
 from kernel_support import DEVICE
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -224,11 +223,8 @@ OFTEN = (
 BLOCKS = {name: MODELS[name] for name in OFTEN} | {
     name: transformers_subject(f"{folder}.modeling_{folder}.{name}")
     for folder, name in re.findall(r"^\| (\w+) \| (\w+) \| default \| fused", CLASSES.read_text(), re.MULTILINE)
-    if folder in LAYERS and folder not in ("siglip2", "vit_mae")
+    if folder in LAYERS and folder != "siglip2"
 }
-BLOCKS["VivitModel"] = dataclasses.replace(
-    BLOCKS["VivitModel"], inputs=lambda: {"pixel_values": torch.randn(2, 32, 3, IMAGE, IMAGE)}
-)
 
 
 @pytest.fixture

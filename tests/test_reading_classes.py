@@ -14,7 +14,7 @@ import vit_fast
 from vit_fast.blocks.block import parts_of
 from vit_fast.blocks.fused import FusedNormMlp
 from vit_fast.blocks.parts import AttentionParts, MlpParts
-from vit_fast.libraries.transformers.families import LAYERS, ROTARY
+from vit_fast.libraries.transformers.families import LAYERS
 from vit_fast.reading.reader import read_model
 
 CLASSES = (Path(__file__).parents[1] / "docs" / "classes.md").read_text()
@@ -23,7 +23,7 @@ OTHERS = re.compile("dinov3|eva02|siglip2|rope|perception|deepseek|qwen|beit|nor
 MODELS = {name: subject for name, subject in SUBJECTS.items() if not OTHERS.search(name)} | {
     name: transformers_subject(f"{folder}.modeling_{folder}.{name}")
     for folder, name in re.findall(r"^\| (\w+) \| (\w+) \| default \| fused", CLASSES, re.MULTILINE)
-    if folder in LAYERS.keys() - ROTARY - {"siglip2", "vit_mae", "vivit"}
+    if folder in LAYERS.keys() - {"dinov3_vit", "siglip2"}
 }
 
 

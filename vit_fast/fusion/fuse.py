@@ -20,7 +20,7 @@ from ..libraries.known import fused_form
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from ..quantization import fp8
 from ..reading.reader import read_model
-from ..reading.recorder import examples_of
+from ..reading.recorder import Found, examples_of
 from .patch_embed import check_normalize
 from .walk import Walk, is_supported, restore_class, row_of
 
@@ -218,11 +218,29 @@ def sharing_copy(model: nn.Module, example: Any = None) -> nn.Module:
 
 
 def _walk(model: nn.Module, backend: str, resolved: str, example: Any = None) -> Walk:
-    """Walks over a model. If its forward fails on the example, modules of unknown classes are skipped."""
+    """Walks over a model. If its forward fails on the example, modules of unknown classes are skipped.
+
+    Without an example, towers inside the model that state the size of their images are read instead.
+    """
     by_class = functools.partial(Walk, model, backend, resolved)
     walk = by_class()
     if walk.has_unknown():
         for each in examples_of(model) if example is None else [example]:
             with contextlib.suppress(Exception):  # e.g. the model needs more than an image
                 return by_class(read_model(model, each, is_supported))
+        if example is None:
+            return by_class(_read_towers(model))
     return walk
+
+
+def _read_towers(model: nn.Module) -> Found:
+    """Reads the largest modules inside a model that run on an example which fits their stated size."""
+    found, parts = Found(), list(model.children())
+    for part in parts:
+        for each in examples_of(part):
+            with contextlib.suppress(Exception):
+                found.recipes |= read_model(part, each, is_supported).recipes
+                break
+        else:
+            parts += part.children()
+    return found

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
-from types import CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -296,7 +296,11 @@ def state_of(module: nn.Module) -> tuple[Any, ...]:
         if type(value) in (list, tuple, dict) and not _is_constant(value):
             held = value.values() if isinstance(value, dict) else value
             return (*(value if isinstance(value, dict) else ()), *(state(None, "", each) for each in held))
-        return value if _is_constant(value) or isinstance(value, type | FunctionType) else type(value)
+        return (
+            value
+            if _is_constant(value) or isinstance(value, type | FunctionType | BuiltinFunctionType)
+            else type(value)
+        )
 
     rows = ((path, *row) for path, part in _modules(module) for row in attributes_of(part))
     return tuple((path, name, state(owner, name, value)) for path, owner, name, value in rows)

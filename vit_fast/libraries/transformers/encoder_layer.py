@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...blocks.fused import FusedNormMlp, fused_class
 from ...blocks.parts import AttentionParts, MlpParts
@@ -14,8 +14,6 @@ from ...blocks.plain import is_touched
 from ...blocks.reading import Reader, describe
 from .self_attention import (
     DROPOUT_RATES,
-    OUTPUT_DROPOUT,
-    QK_NORMS,
     FusedPackedAttention,
     FusedRotarySelfAttention,
     FusedSelfAttention,
@@ -26,18 +24,17 @@ from .self_attention import (
 )
 
 # Possible names of the parts of a layer; the first existing one applies
-NORMS = ("layernorm_before", "norm1", "layer_norm1", "rms_norm1", "attention_norm", "input_layernorm")
-MLP_NORMS = ("layernorm_after", "norm2", "layer_norm2", "rms_norm2", "ffn_norm", "post_attention_layernorm")
+NORMS = ("layernorm_before", "norm1", "layer_norm1", "attention_norm")
+MLP_NORMS = ("layernorm_after", "norm2", "layer_norm2", "ffn_norm")
 ATTENTIONS = ("attention", "self_attn", "attn")
-MLPS = ("mlp", "ffn", "feed_forward")
-AFTER = ("dropout", "lambda_1", "layer_scale1", "drop_path")
-MLP_DROPOUTS = ("dropout", "output.dropout", "mlp.dropout1", "mlp.dropout2")
+MLPS = ("mlp", "feed_forward")
+AFTER = ("dropout", "layer_scale1", "drop_path")
 # fc1, activation and fc2 of an MLP, which may also have a gate_proj
 LINEARS = (
     ("fc1", "activation_fn", "fc2"), ("fc1", "activation", "fc2"), ("fc1", "act", "fc2"),
     ("linear_fc1", "act_fn", "linear_fc2"), ("up_proj", "act_fn", "down_proj"),
 )  # fmt: skip
-SPLIT_MLP = ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense")  # transformers 4
+SPLIT_MLP = ["intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"]  # transformers 4
 
 
 def _first(block: Reader, names: Iterable[str]) -> str:
@@ -48,13 +45,16 @@ def _first(block: Reader, names: Iterable[str]) -> str:
     return name
 
 
+def _present(block: Reader, *paths: str) -> list[str]:
+    return [path for path in paths if block.at(path) is not None]
+
+
 class FusedLayer(FusedNormMlp):
     """An encoder layer of transformers. Its first half is fused if its attention layer has four projections."""
 
     reader = TransformersReader
     in_sequence = False
     vit_fast_returns_tuple: bool
-    vit_fast_adds_bias: bool
     vit_fast_arguments: tuple[str, ...]
     vit_fast_first_half: tuple[str, str, tuple[str, ...]]  # names of norm and attention layer, and of what follows
 
@@ -68,53 +68,46 @@ class FusedLayer(FusedNormMlp):
                 name, norm, (f"{name}.qkv",), f"{name}.proj", num_heads=module.num_heads,
                 scale=block.value(f"{name}.scaling"), rotates_halves=True,
             )  # fmt: skip
-        inside = {"layer_scale1": known} if block.at("layer_scale1") is not None else {}
-        dropouts = ("dropout",) if block.at("dropout") is not None else ()
-        names = projections_of(module)
-        out = names and names[3] and f"{name}.{names[3]}"
-        block.require_absent("relative_position_bias")
+        inside, dropouts = _present(block, "layer_scale1"), _present(block, "dropout")
+        names, out = projections_of(module), None
         if block.at(f"{name}.output.dense") is not None:  # transformers 4: the output linear layer is in another module
-            inside |= {name: known, f"{name}.output": known}
-            out, dropouts = f"{name}.output.dense", (f"{name}.output.dropout",)
+            inside += [name, f"{name}.output"]
+            out, dropouts = f"{name}.output.dense", [f"{name}.output.dropout"]
             name, module = f"{name}.attention", block.watch(f"{name}.attention")
             names = projections_of(module)
-        if names is None or not out or not fused_class(module, FusedSelfAttention):
+        if names is None or not (out or names[3]) or not fused_class(module, FusedSelfAttention):
             block.reasons.append(f"{name} must be fused, with q, k, v and output projection, got {describe(module)}")
             return None
-        qkv = tuple(f"{name}.{linear}" for linear in names[:3])
+        *qkv, own = (f"{name}.{linear}" for linear in names)
         linears = [block.linear(path) for path in qkv]
         if not block.check_fusible() or len({linear.weight.shape for linear in linears}) > 1:
             return None
         rate = next(rate for rate in DROPOUT_RATES if hasattr(module, rate))
         return block.attention(
-            name, norm, qkv, out, inside=inside, dropouts=dropouts, rates=(f"{name}.{rate}",),
-            empty=(f"{name}.{OUTPUT_DROPOUT}",), qk_norm=(f"{name}.{QK_NORMS[0]}", f"{name}.{QK_NORMS[1]}"),
-            qk_norm_over="width", num_heads=linears[0].out_features // type(module).head_width(module),
+            name, norm, tuple(qkv), out or own, inside=dict.fromkeys(inside, known),
+            dropouts=dropouts, rates=(f"{name}.{rate}",),
+            num_heads=linears[0].out_features // type(module).head_width(module),
             scale=block.value(_first(block, (f"{name}.scaling", f"{name}.scale"))),
             rotates_halves=isinstance(module, FusedRotarySelfAttention),
-            layer_scale=_first(block, ("layer_scale1.lambda1", "lambda_1")), drop_path="drop_path",
+            layer_scale="layer_scale1.lambda1", drop_path="drop_path",
         )  # fmt: skip
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
         mlp = _first(block, MLPS)
-        inside: tuple[str, ...] = (mlp,)
-        candidates = [[f"{mlp}.{name}" for name in names] for names in LINEARS]
-        if block.at("intermediate") is not None:
-            inside, candidates = ("intermediate", "output"), [list(SPLIT_MLP)]
+        candidates = [[f"{mlp}.{name}" for name in names] for names in LINEARS] + [SPLIT_MLP]
         paths = next((paths for paths in candidates if all(block.at(path) is not None for path in paths)), None)
         if paths is None:
             got = describe(block.watch(mlp))
             block.reasons.append(f"the MLP must have linear layers with known names such as fc1 and fc2, got {got}")
             return None
-        if block.at("layer_scale2") is not None:
-            inside += ("layer_scale2",)
         gated = block.at(f"{mlp}.gate_proj") is not None
+        inside = _present(block, mlp, "intermediate", "output", "layer_scale2")
         return block.mlp(
             _first(block, MLP_NORMS), *paths, gate=f"{mlp}.gate_proj" if gated else None,
             inside=dict.fromkeys(inside, container_classes_beside(cls.original)),
-            dropouts=[name for name in MLP_DROPOUTS if block.at(name) is not None], empty=(f"{mlp}.experts",),
-            layer_scale=_first(block, ("layer_scale2.lambda1", "lambda_2")), drop_path="drop_path",
+            dropouts=_present(block, "dropout", "output.dropout"), layer_scale="layer_scale2.lambda1",
+            drop_path="drop_path",
         )  # fmt: skip
 
     def set_up(self) -> None:
@@ -122,8 +115,6 @@ class FusedLayer(FusedNormMlp):
         self.vit_fast_arguments = names[2:]
         # layers with this parameter return tuples, to which they can append attention weights
         self.vit_fast_returns_tuple = "output_attentions" in names
-        # BEiT's layer computes the position bias of its attention; in transformers 4, the attention does that
-        self.vit_fast_adds_bias = hasattr(self, "relative_position_bias")
         block, after = self.reader(self), tuple(name for name in AFTER if hasattr(self, name))
         self.vit_fast_first_half = _first(block, NORMS), _first(block, ATTENTIONS), after
 
@@ -138,12 +129,10 @@ class FusedLayer(FusedNormMlp):
             return super().forward(hidden_states, *args, **kwargs)
 
         def attend(x: Tensor) -> Tensor:
-            branch = self.attend(getattr(self, norm)(x), **named)
-            for part in (getattr(self, name) for name in after):
-                if isinstance(part, nn.Module):
-                    branch = part(branch)
-                elif part is not None:
-                    branch = part * branch
+            result = getattr(self, attention)(getattr(self, norm)(x), **named)
+            branch: Tensor = result[0] if isinstance(result, tuple) else result
+            for name in after:
+                branch = getattr(self, name)(branch)
             return branch + x
 
         rope = keys = None
@@ -155,19 +144,4 @@ class FusedLayer(FusedNormMlp):
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of the attention layer by name."""
-        given = {**dict(zip(self.vit_fast_arguments, args, strict=False)), **kwargs}
-        given.pop("dataset_index", None)  # of VitPose's expert; a layer with experts is not fused
-        return given
-
-    def attend(self, normed: Tensor, **kwargs: Any) -> Tensor:
-        if self.vit_fast_adds_bias:
-            mask, resolution = kwargs.pop("attention_mask", None), kwargs.pop("resolution", None)
-            interpolate = kwargs.pop("interpolate_pos_encoding", False)
-            if self.relative_position_bias is not None:
-                window = tuple(pixels // self.patch_size for pixels in resolution)
-                bias = self.relative_position_bias(window, interpolate, dim_size=normed.shape[1])
-                mask = bias if mask is None else bias + mask
-            kwargs["attention_mask"] = mask
-        result = getattr(self, self.vit_fast_first_half[1])(normed, **kwargs)
-        output: Tensor = result[0] if isinstance(result, tuple) else result
-        return output
+        return {**dict(zip(self.vit_fast_arguments, args, strict=False)), **kwargs}

@@ -1,4 +1,6 @@
-"""The fused classes of all model families of transformers. To fuse another family, add a row to one of the tables.
+"""The fused classes of transformers: the most frequent families, and those that pass packed sequences to their layers.
+
+`fuse` reads the layers of all other families by their computation.
 
 Images of any size reach the layers in three ways: Qwen's towers pass cu_seqlens of images or windows, Pixtral's fused
 tower packs images and passes their lengths, and SigLIP 2's fused tower passes a padding mask.
@@ -8,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import re
 from typing import Any
 
 import torch
@@ -20,26 +21,17 @@ from ...ops.registration import is_exporting
 from .encoder_layer import FusedLayer
 from .self_attention import (
     KEYS,
-    FusedAttentionPoolingHead,
     FusedPackedAttention,
     FusedPoolingHead,
     FusedRotarySelfAttention,
     FusedSelfAttention,
 )
 
-# Families with an encoder layer, and the prefix of their class names: CLIPEncoderLayer, CLIPAttention
+# Prefix of the class names of layer and attention: CLIPEncoderLayer, CLIPAttention
 LAYERS = {
-    "aimv2": "Aimv2Encoder", "altclip": "AltCLIPEncoder", "beit": "Beit", "chinese_clip": "ChineseCLIPVision",
-    "clip": "CLIPEncoder", "clipseg": "CLIPSegEncoder", "deit": "DeiT", "dinov2": "Dinov2",
-    "dinov2_with_registers": "Dinov2WithRegisters", "dinov3_vit": "DINOv3ViT", "dpt": "DPTViT", "eomt": "Eomt",
-    "eomt_dinov3": "EomtDinov3", "idefics2": "Idefics2Encoder", "idefics3": "Idefics3Encoder", "ijepa": "IJepa",
-    "internvl": "InternVLVision", "janus": "JanusVisionEncoder", "kosmos2": "Kosmos2VisionEncoder",
-    "metaclip_2": "MetaClip2Encoder", "ovis2": "Ovis2VisionEncoder", "owlv2": "Owlv2Encoder", "owlvit": "OwlViTEncoder",
-    "pixio": "Pixio", "radio": "Radio", "siglip": "SiglipEncoder", "siglip2": "Siglip2Encoder",
-    "smolvlm": "SmolVLMEncoder", "tipsv2": "Tipsv2Vision", "unlimited_ocr": "UnlimitedOcrEncoder", "vit": "ViT",
-    "vit_mae": "ViTMAE", "vit_msn": "ViTMSN", "vitpose_backbone": "VitPoseBackbone", "vivit": "Vivit", "yolos": "Yolos",
+    "clip": "CLIPEncoder", "dinov2": "Dinov2", "dinov2_with_registers": "Dinov2WithRegisters",
+    "dinov3_vit": "DINOv3ViT", "siglip": "SiglipEncoder", "siglip2": "Siglip2Encoder", "vit": "ViT",
 }  # fmt: skip
-ROTARY = {"dinov3_vit", "eomt_dinov3"}  # families whose layers get cosines and sines
 
 # Families with Qwen's layer and attention, and rotary layout "half"; the prefix of their class names
 LIKE_QWEN = {
@@ -114,8 +106,8 @@ class FusedPaddedTower(FusedTower):
         return name == "vit_fast" or ALL_MASK_ATTENTION_FUNCTIONS.get(name) is sdpa_mask
 
 
-# Classes with other names
 OTHER_CLASSES: dict[str, type[FusedModule]] = {
+    "dinov3_vit.DINOv3ViTAttention": FusedRotarySelfAttention,
     "pixtral.PixtralAttention": FusedRotarySelfAttention,
     "pixtral.PixtralAttentionLayer": FusedLayer,
     "pixtral.PixtralVisionModel": FusedTowerWithLengths,
@@ -128,12 +120,10 @@ OTHER_CLASSES: dict[str, type[FusedModule]] = {
 def _mixins() -> dict[str, type[FusedModule]]:
     found = dict(OTHER_CLASSES)
     for family, prefix in LAYERS.items():
-        short = "DPT" if family == "dpt" else prefix.removesuffix("Encoder")  # DPTViTLayer holds DPTSelfAttention
-        attention = FusedRotarySelfAttention if family in ROTARY else FusedSelfAttention
+        short = prefix.removesuffix("Encoder")
         found[f"{family}.{prefix}Layer"] = FusedLayer
-        found |= dict.fromkeys((f"{family}.{short}{kind}Attention" for kind in ("", "Self", "Vision")), attention)
+        found = dict.fromkeys((f"{family}.{short}{kind}Attention" for kind in ("", "Self")), FusedSelfAttention) | found
         found[f"{family}.{short}MultiheadAttentionPoolingHead"] = FusedPoolingHead
-        found[f"{family}.{short}AttentionPoolingHead"] = FusedAttentionPoolingHead
     for family, prefix in LIKE_QWEN.items():
         found |= {f"{family}.{prefix}Block": FusedLayer, f"{family}.{prefix}Attention": FusedPackedAttention}
     path = "transformers.models.{0}.modeling_{0}.{1}"
@@ -143,9 +133,8 @@ def _mixins() -> dict[str, type[FusedModule]]:
 class _Forms(Forms):
     def of(self, original: type[nn.Module]) -> type[FusedModule] | None:
         """Returns None for ViTAttention of transformers 4, which only contains ViTSelfAttention and ViTSelfOutput."""
-        name = re.sub("(?<!Self)Attention$", "SelfAttention", original.__name__)
-        wraps = name != original.__name__ and hasattr(inspect.getmodule(original), name)
-        return None if wraps else super().of(original)
+        name = original.__name__.removesuffix("Attention") + "SelfAttention"
+        return None if hasattr(inspect.getmodule(original), name) else super().of(original)
 
 
 FORMS = _Forms(globals(), _mixins())

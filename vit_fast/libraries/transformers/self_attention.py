@@ -1,4 +1,4 @@
-"""Fused attention layers of transformers: self-attention in its variants, and the pooling heads of SigLIP and AIMv2."""
+"""Fused attention layers of transformers: self-attention in its variants, and SigLIP's pooling head."""
 
 from __future__ import annotations
 
@@ -26,14 +26,11 @@ CONTAINERS = ("Attention", "MLP", "VisionMlp", "FFN", "Intermediate", "Output", 
 NEUTRAL = frozenset(
     {"interpolate_pos_encoding", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict"}
 )
-# Attribute names in attention layers
-QK_NORMS = ("q_norm", "k_norm")  # over the whole width, before the split into heads
-OUTPUT_DROPOUT = "projection_dropout"
-DROPOUT_RATES = ("attention_dropout", "dropout_prob", "dropout")  # the first existing one applies
-# Linear layers of q, k, v and the output; None if another module projects the output
+# Attribute names in attention layers; the first existing one applies
+DROPOUT_RATES = ("attention_dropout", "dropout_prob", "dropout")
 PROJECTIONS = (
-    *(("q_proj", "k_proj", "v_proj", out) for out in ("o_proj", "out_proj", "projection_layer")),
-    ("query", "key", "value", None),
+    *(("q_proj", "k_proj", "v_proj", out) for out in ("o_proj", "out_proj")),
+    ("query", "key", "value", None),  # in transformers 4, where another module projects the output
 )
 
 # Reads an attribute of a config without transformers' map of attribute names, which takes 3 us
@@ -83,9 +80,6 @@ class FusedSelfAttention(FusedModule):
         if projections_of(module) is None or first_attribute(module, "scaling", "scale") is None:
             return Finding(["it must have attributes such as q_proj, k_proj and v_proj, and scaling or scale"])
         reasons = []
-        biases = ("use_relative_position_bias", "use_shared_relative_position_bias")
-        if any(getattr(module.config, name, False) for name in biases):
-            reasons.append("it adds a relative position bias")
         # SigLIP's text tower attends in both directions, mostly without a mask
         if "Text" in type(module.config).__name__ and not type(module).__name__.startswith("Siglip"):
             reasons.append("it belongs to a text model, which needs causal and padding masks")
@@ -119,9 +113,7 @@ class FusedSelfAttention(FusedModule):
         if self.needs_original_forward(args, kwargs):
             return super().forward(hidden_states, *args, **kwargs)
         output = self.attend(hidden_states, self.rope_of(hidden_states, kwargs), self.keys_of(hidden_states, kwargs))
-        for name in (self.vit_fast_names[3], OUTPUT_DROPOUT):
-            output = getattr(self, name)(output) if name and hasattr(self, name) else output
-        return output, None
+        return (getattr(self, self.vit_fast_names[3])(output) if self.vit_fast_names[3] else output), None
 
     def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope | None:
         return None
@@ -134,22 +126,18 @@ class FusedSelfAttention(FusedModule):
         known = (*self.uses, *self.ignores, KEYS)
         if KEYS in kwargs or names_keys(kwargs.get("attention_mask")):
             known += ("attention_mask",)
-        children: Any = self._modules
         return bool(
             any(map(is_set, args))
             or any(kwargs.get(name) is None for name in self.uses)
             or changes_attention(kwargs, known)
             or self.__dict__.get("is_causal")
             or not is_plain(_SKIP_MAP(self.config, "_attn_implementation"), self.registered, self.plain)
-            or any(name in children and is_touched(children[name]) for name in QK_NORMS)
             or (self.training and _dropout(self))
         )
 
     def attend(self, hidden_states: Tensor, rope: Rope | None, keys: Keys | None) -> Tensor:
         """Maps [B, N, C] to the input [B, N, H * D] of the output projection."""
         projected = [getattr(self, name)(hidden_states) for name in self.vit_fast_names[:3]]
-        for i, norm in enumerate(QK_NORMS):
-            projected[i] = getattr(self, norm)(projected[i]) if hasattr(self, norm) else projected[i]
         parts = [part.unflatten(-1, (-1, type(self).head_width(self))) for part in projected]
         if rope is not None or (keys is not None and keys.cu_seqlens is not None):
             return self.mix(torch.stack(parts, 2), rope, keys).flatten(2)
@@ -223,8 +211,7 @@ class TransformersReader(Reader):
     norm_classes: ClassVar[dict[str, str]] = Reader.norm_classes | {
         f"transformers.models.{family}.modeling_{family}.{name}": "rms_norm"
         for family, name in (
-            ("aimv2", "Aimv2RMSNorm"), ("glm4v", "Glm4vRMSNorm"), ("internvl", "InternVLVisionRMSNorm"),
-            ("ovis2", "Ovis2RMSNorm"), ("pixtral", "PixtralRMSNorm"), ("qwen2_5_vl", "Qwen2_5_VLRMSNorm"),
+            ("glm4v", "Glm4vRMSNorm"), ("pixtral", "PixtralRMSNorm"), ("qwen2_5_vl", "Qwen2_5_VLRMSNorm"),
             ("qwen2_5_vl", "Qwen2RMSNorm"),  # in transformers 4
         )
     }  # fmt: skip
@@ -277,21 +264,3 @@ class FusedPoolingHead(FusedNormMlp):
         pooled = attention(q, k, v, key_mask=key_mask, backend=self.vit_fast_backend).transpose(1, 2).flatten(2)
         pooled = F.linear(pooled, mha.out_proj.weight, mha.out_proj.bias)
         return self.norm_mlp(parts, pooled)[:, 0]
-
-
-class FusedAttentionPoolingHead(FusedModule):
-    """AIMv2's pooling head: a learned query attends to all tokens."""
-
-    kind = "attention"
-
-    @classmethod
-    def head_width(cls, module: Any) -> int:
-        return int(module.hidden_size // module.num_heads)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Maps tokens [B, N, C] to pooled [B, C]."""
-        query = self.cls_token.expand(len(hidden_states), -1, -1)
-        parts = query, self.k_proj(hidden_states), self.v_proj(hidden_states)
-        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
-        pooled: Tensor = self.output_proj(attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2).flatten(1))
-        return pooled
