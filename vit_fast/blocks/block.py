@@ -38,6 +38,7 @@ from .parts import (
     MlpParts,
     NormParts,
     block_tensors,
+    keys_at,
     options_of,
     sources,
     tensor_of,
@@ -139,20 +140,20 @@ def _run_fused(
 def run_attention(parts: AttentionParts, x: Tensor, backend: str, frozen: Any = None) -> Tensor:
     """Runs an attention half on [B, N, C] with the rotary embeddings of its parts, and cached weights or None."""
     x, norm, inside = _begun(parts, x)
-    rope = None if parts.rope is None else parts.rope.now()
+    rope, keys = None if parts.rope is None else parts.rope.now(), keys_at(parts.cu_seqlens, x.shape[1])
     by_kernels = resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting()
     if by_kernels and (norm.kind != "none" or type(frozen) is Frozen):
         used = replace(parts, norm=norm) if norm is not parts.norm else parts
         tensors, computed, rotates = _tensors_for(used, None, frozen, x, rope)
         if norm.kind != "none" or tensors.qkv_sum is not None:  # the operator has no gradients without a norm
             options = options_of(used, None, x.device, computed)
-            y = fused_block(x, None, tensors, rope=rotates, residual=inside, **options)[0]
+            y = fused_block(x, None, tensors, rope=rotates, keys=keys, residual=inside, **options)[0]
             return _ended(parts, x, y, inside)
     options = options_of(parts, None, x.device)
     qkv = F.linear(reference.normalize(x, norm.now()), *parts.qkv.tensors()).unflatten(-1, (3, parts.num_heads, -1))
     if parts.qk_norm is not None or rope is not None:
         qkv = qk_norm_rope(qkv, qk_norm=options["qk_norm"], rope=rope, backend=backend)
-    mixed = attention_among(qkv, None, scale=parts.scale, terms=options["terms"], backend=backend).flatten(2)
+    mixed = attention_among(qkv, keys, scale=parts.scale, terms=options["terms"], backend=backend).flatten(2)
     weight, bias, layer_scale = parts.with_scale(parts.proj)
     y = F.linear(mixed, weight, bias)
     y = y if layer_scale is None else y * layer_scale

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.descriptions import BlockTensors, Norm, QkNorm, Rope, ScoreTerms
+from ..ops.descriptions import BlockTensors, Keys, Norm, QkNorm, Rope, ScoreTerms
 from .plain import Watch
 from .windows import Windows as Windows
 
@@ -229,6 +229,7 @@ class AttentionParts(Half):
     rotates_halves: bool = False  # True if calls pass rotary embeddings with the layout "half"
     terms: TermParts | None = None  # bias, window mask, scale per head, windows
     rope: RopeParts | None = None  # rotary embeddings, unless the caller passes them to `run_as_block`
+    cu_seqlens: Slot | None = None  # of packed sequences, if it is an argument of forward
 
     @property
     def head_dim(self) -> int:
@@ -351,6 +352,11 @@ def origins(slot: Slot) -> tuple[Slot, ...]:
     if not isinstance(slot[0], Derived) or type(slot[0]) is Argument:
         return (slot,)
     return tuple(origin for each in slot[0].slots for origin in origins(each))
+
+
+def keys_at(cu_seqlens: Slot | None, tokens: int) -> Keys | None:
+    """Returns the keys of packed sequences. Reads no lengths on the host, so `tokens` is the maximum length."""
+    return None if cu_seqlens is None else Keys(tensor_of(*cu_seqlens).to(torch.int32), tokens)
 
 
 def tensors_of(owner: nn.Module) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from .calls import Call
 # Size of a dimension: a number, or an axis of the tokens, and how much smaller than this axis it is
 Tie = int | tuple[int, int]
 Ties = tuple[tuple[Tie, ...], ...]  # of each tensor
+BOUNDS: tuple[Tie, ...] = ((-1, 0),)  # of cu_seqlens, which has any size
 LOWEST = -3e38  # less than any score; bf16 and fp32 contain it
 PREFIX = 16  # most leading tokens that a tensor may leave out, e.g. class token and registers
 
@@ -28,7 +30,7 @@ def ties_of(shape: Sequence[int], tensors: Sequence[Tensor]) -> list[Ties]:
         axis = next(same, next(less, None))
         return size if axis is None else (axis, shape[axis] - size)
 
-    axes = (0, 1) if len(shape) == 3 else (0,)
+    axes, tokens = (0, 1) if len(shape) == 3 else (0,), math.prod(shape[:-1])
     found: list[Ties] = []
     for used, of_last, prefix in (
         (axes, True, PREFIX),  # sizes follow batch and tokens
@@ -40,7 +42,9 @@ def ties_of(shape: Sequence[int], tensors: Sequence[Tensor]) -> list[Ties]:
         last = [None if of_last else each.dim() - 1 for each in tensors]
         found.append(
             tuple(
-                tuple(
+                BOUNDS
+                if _is_bounds(each, tokens)
+                else tuple(
                     size if i == end else tie(size, i == each.dim() - 1, used, prefix, each.shape)
                     for i, size in enumerate(each.shape)
                 )
@@ -50,6 +54,14 @@ def ties_of(shape: Sequence[int], tensors: Sequence[Tensor]) -> list[Ties]:
     if shape[0] == 1:
         found.insert(1, of_other_batch(found[0], 0))
     return list(dict.fromkeys(found))
+
+
+def _is_bounds(tensor: Tensor, tokens: int) -> bool:
+    """True for cu_seqlens of packed sequences: integers that rise from 0 to the number of tokens."""
+    if tensor.dim() != 1 or len(tensor) < 2 or tensor.dtype not in (torch.int32, torch.int64):
+        return False
+    values = tensor.tolist()
+    return values[0] == 0 and values[-1] == tokens and values == sorted(values)
 
 
 def sizes_for(ties: Ties, shape: Sequence[int]) -> list[list[int]]:
@@ -72,6 +84,8 @@ def fits(ties: Ties, shape: Sequence[int], tensors: Sequence[Tensor]) -> bool:
     for sizes, tensor in zip(ties, tensors):
         if tensor.dim() != len(sizes):
             return False
+        if sizes == BOUNDS:
+            continue
         for size, tied in zip(tensor.shape, sizes):
             if size != (tied if isinstance(tied, int) else shape[tied[0]] - tied[1]):
                 return False
@@ -85,13 +99,19 @@ def random_like(
 ) -> list[Tensor]:
     """Returns tensors in fp64 for tokens of a shape: random numbers and values of the tensors of the example.
 
-    Tensors of zeros and ones stay such tensors. The tensors whose numbers are `masks` have rows that hide all keys.
+    Tensors of zeros and ones stay such tensors, and cu_seqlens gets other sequences. The tensors whose numbers are
+    `masks` have rows that hide all keys.
     """
     generator = torch.Generator().manual_seed(seed)
     found = []
     for number, (tensor, sizes) in enumerate(zip(tensors, sizes_for(ties, shape))):
         if not all(type(size) is int for size in shape):  # symbolic: values have no effect
             found.append(torch.zeros(sizes, dtype=tensor.dtype))
+            continue
+        if ties[number] == BOUNDS:
+            tokens = math.prod(shape[:-1])
+            inner = torch.randperm(tokens - 1, generator=generator)[: 1 + tokens % 3] + 1
+            found.append(torch.tensor([0, *sorted(inner.tolist()), tokens], dtype=tensor.dtype))
             continue
         values = tensor.detach().cpu().flatten()
         picked = values[torch.randint(max(len(values), 1), sizes, generator=generator)] if len(values) else values
@@ -150,6 +170,8 @@ def bound(parts: AttentionParts | None, tensors: Sequence[Tensor]) -> AttentionP
     if parts is not None and parts.rope is not None:
         cos, sin = (_bound(slot, tensors) for slot in (parts.rope.cos, parts.rope.sin))
         parts = replace(parts, rope=replace(parts.rope, cos=cos, sin=sin))
+    if parts is not None and parts.cu_seqlens is not None:
+        parts = replace(parts, cu_seqlens=_bound(parts.cu_seqlens, tensors))
     if parts is not None and parts.terms is not None and parts.terms.per_call:
         terms, name = parts.terms, parts.terms.per_call
         parts = replace(parts, terms=terms.with_term(name, _bound(terms.given[name], tensors)))

@@ -52,6 +52,7 @@ class Core:
     product: fx.Node | None = None  # of queries and keys; None for SDPA
     mask: fx.Node | None = None  # the mask of SDPA
     is_causal: bool = False
+    cu_seqlens: Slot | None = None  # of packed sequences
 
     def path(self, graph: Graph) -> list[fx.Node]:
         """Returns the nodes from the product to the scores."""
@@ -276,6 +277,27 @@ def cores_of(graph: Graph) -> Iterator[Core]:
             q, k = _operands(node)
             scores = softmax.all_input_nodes[0]
             yield Core(q, k, values[0], mix, scores, changes=", ".join(changes), product=node)
+
+
+def among_sequences(graph: Graph, cores: list[Core]) -> list[Core]:
+    """Returns one core for those of packed sequences, whose bounds are an argument; otherwise the given cores."""
+    bounds = [0, *itertools.accumulate(graph.values[core.k].shape[-2] for core in cores)]
+    arguments = (node for node in graph.others if graph.values[node].dim() == 1)
+    cu_seqlens = next((graph.slots[node] for node in arguments if graph.values[node].tolist() == bounds), None)
+    if cu_seqlens is None or any(core.scores is not None or core.changes for core in cores):
+        return cores
+    q, k, v = (_whole(graph, [getattr(core, part) for core in cores]) for part in "qkv")
+    if q is None or k is None or v is None:
+        return cores
+    return [Core(q, k, v, cores[-1].node, scale=cores[0].scale, cu_seqlens=cu_seqlens)]
+
+
+def _whole(graph: Graph, parts: list[fx.Node]) -> fx.Node | None:
+    """Returns the latest node that contains the tokens of all parts."""
+    values = torch.cat([graph.values[part].flatten(0, -2) for part in parts])
+    shared = set.intersection(*({part, *graph.ancestors[part]} for part in parts))
+    found = (node for node in reversed(graph.nodes) if node in shared and isinstance(graph.values[node], Tensor))
+    return next((node for node in found if graph.values[node].dim() and same_tokens(values, graph.values[node])), None)
 
 
 def _sdpa(graph: Graph, node: fx.Node) -> Core:

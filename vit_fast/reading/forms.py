@@ -16,7 +16,7 @@ from ..blocks.fastest import Timed, fastest, is_traced
 from ..blocks.fused import Finding, FusedModule, FusedNormMlp
 from ..blocks.outlines import Node, attached
 from ..blocks.packed import packed_for, run_packed
-from ..blocks.parts import Argument, AttentionParts, BlockParts, Derived, MlpParts, origins
+from ..blocks.parts import Argument, AttentionParts, BlockParts, Derived, MlpParts, keys_at, origins
 from ..blocks.reading import Reader
 from ..ops.registration import is_exporting, matmul_dtype, needs_gradient
 from .arguments import Ties, bound, fits
@@ -139,6 +139,7 @@ class ReadModule(Created, FusedNormMlp):
         (x, *others), (attention, mlp) = tensors, parts.halves
         attention = bound(attention, others) if others else attention
         rope = None if attention is None or attention.rope is None else attention.rope.now()
+        keys = None if attention is None else keys_at(attention.cu_seqlens, x.numel() // x.shape[-1])
         if rope is not None and needs_gradient(rope.cos, rope.sin):  # kernels do not compute gradients of tables
             return super().forward(*args, **kwargs)
         terms = attention.terms if attention is not None and attention.terms and attention.terms.per_call else None
@@ -152,9 +153,11 @@ class ReadModule(Created, FusedNormMlp):
         reading, backend = None if plain else Reading(attention, mlp, recipe.layout), self.vit_fast_backend
         y = x if reading is None else reading.batched(x)
         if backend == "sdpa" and (packed := packed_for(parts, y)) is not None:
-            y = run_packed([packed], y, rope, None, terms=None if terms is None else terms.now(x.device))
+            y = run_packed([packed], y, rope, keys, terms=None if terms is None else terms.now(x.device))
         elif attention is not None and parts.is_pre_norm:
-            y = self.run_as_block(parts, y, functools.partial(run_attention, attention, backend=backend), rope=rope)
+            y = self.run_as_block(
+                parts, y, functools.partial(run_attention, attention, backend=backend), rope=rope, keys=keys
+            )
         else:
             y = run_halves(attention, mlp, y, backend, parts.frozen)
         return y if reading is None else recipe.call.returned(reading.restored(y, x), *tensors)

@@ -20,13 +20,14 @@ from ..blocks.parts import (
     Slot,
     TermParts,
     block_tensors,
+    keys_at,
     tensor_at,
 )
 from ..ops import reference
 from ..ops.attention import attention_among
 from .capture import Graph, UnreadableError, operator_of
 from .constants import derived
-from .elements import TOLERANCE, Linear, Vectors, cores_of, is_equal, linears_of, rows, same_tokens
+from .elements import TOLERANCE, Linear, Vectors, among_sequences, cores_of, is_equal, linears_of, rows, same_tokens
 from .rotary import ropes_of, rotated_by
 from .terms import factor_of, terms_of
 
@@ -39,7 +40,7 @@ class Halves(Vectors):
     def __init__(self, graph: Graph, root: nn.Module) -> None:
         super().__init__(graph)
         self.root = root
-        self.linears, self.cores = linears_of(graph), list(cores_of(graph))
+        self.linears, self.cores = linears_of(graph), among_sequences(graph, list(cores_of(graph)))
 
     def attention_half(self, x: Tensor) -> tuple[AttentionParts, Tensor, Linear]:
         """Returns the attention half, its output before LayerScale, and its output projection."""
@@ -63,6 +64,7 @@ class Halves(Vectors):
         if target.shape[-1] % heads:
             raise UnreadableError("its heads do not divide its width")
         orders = list(_packed(graph, sources, heads, target.shape[-1]))
+        cu_seqlens = cores[0].cu_seqlens
         given = self.values[graph.input]
         terms: list[TermParts | None] = []
         try:
@@ -79,7 +81,7 @@ class Halves(Vectors):
                     continue
                 if term is not None and term.scale is not None:
                     term = replace(term, scale=derived(graph, (term.scale,), "mul.Scalar", scale))
-                mixed = mix(rotated, scale, term)
+                mixed = mix(rotated, scale, term, cu_seqlens)
                 if not same_tokens(mixed, target):
                     continue
                 width = projected.shape[-1]
@@ -87,7 +89,7 @@ class Halves(Vectors):
                     norm=norm, layer_scale=None, drop_path=None, dropouts=(), module=self.root, qkv=qkv,
                     num_heads=heads, scale=None if abs(scale * width**0.5 - 1) < TOLERANCE else scale,
                     proj=_owner(proj, "its output projection"), qk_norm=qk_norm, terms=term, rope=rope,
-                    rotates_halves=rope is not None and rope.layout == "half",
+                    rotates_halves=rope is not None and rope.layout == "half", cu_seqlens=cu_seqlens,
                 )  # fmt: skip
                 return attention, F.linear(mixed, attention.proj.weight, attention.proj.bias), proj
         raise UnreadableError(problem)
@@ -113,7 +115,7 @@ class Halves(Vectors):
         """Returns the number of heads, and of tokens that a query attends to."""
         core, tokens = self.cores[0], x.shape[0] * x.shape[1]
         if core.scores is None:
-            keys = self.values[core.k].shape[-2]
+            keys = self.values[core.k].shape[-2] if core.cu_seqlens is None else tokens
             heads, rest = divmod(self.values[core.q].numel(), tokens * self.values[core.q].shape[-1])
         else:
             keys = self.values[core.scores].shape[-1]
@@ -275,7 +277,7 @@ def branch_of(mlp: MlpParts, x: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def mix(qkv: Tensor, scale: float, terms: TermParts | None) -> Tensor:
+def mix(qkv: Tensor, scale: float, terms: TermParts | None, cu_seqlens: Slot | None) -> Tensor:
     """Computes attention from qkv [B, N, 3, H, D] by the reference, -> [B, N, H * D]."""
     now = None if terms is None else terms.now(qkv.device)
-    return attention_among(qkv, None, scale=scale, terms=now, backend="eager").flatten(2)
+    return attention_among(qkv, keys_at(cu_seqlens, qkv.shape[1]), scale=scale, terms=now, backend="eager").flatten(2)

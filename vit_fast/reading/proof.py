@@ -47,7 +47,7 @@ def check_complete(graph: Graph, reading: Reading, names: Sequence[int | str]) -
     """Raises UnreadableError if the output depends on a tensor of the module that is not among the parts."""
     slots = [origin for half in (reading.attention, reading.mlp) for slot in slots_of(half) for origin in origins(slot)]
     held = {id(tensor_at(slot)) for slot in slots}
-    constant = reading.attention and replace(reading.attention, rope=None)
+    constant = reading.attention and replace(reading.attention, rope=None, cu_seqlens=None)
     if constant is not None and constant.terms is not None and constant.terms.per_call:
         constant = replace(constant, terms=constant.terms.with_term(constant.terms.per_call, None))
     if any(arguments_of(slot) for slot in slots_of((constant, reading.mlp))):

@@ -16,7 +16,7 @@ from ..blocks.outlines import detached
 from ..blocks.parts import Derived
 from ..blocks.plain import touch_reasons
 from ..version import memory_bytes
-from .arguments import Probe, Ties, bound, margin, of_other_batch, ties_of
+from .arguments import BOUNDS, Probe, Ties, bound, margin, of_other_batch, ties_of
 from .calls import Call, attributes_of, state_of, structure_of
 from .capture import Graph, UnreadableError, capture, free_dimensions, random_copy, tokens_like
 from .forms import Recipe, hidden_name
@@ -79,7 +79,10 @@ def read(
             _, reading = _captured(copied, probe, shape, computed)
             small, fixed = shape, True
         least = [2 + margin(ties, axis) for axis in range(len(shape) - 1)]
-        free = free_dimensions(functools.partial(probe.run, copied), shape, least)
+        if BOUNDS in ties:  # the split into sequences reads lengths, so it does not support symbolic sizes
+            free = {axis for axis, size in enumerate(shape[:-1]) if size == math.prod(shape[:-1])}
+        else:
+            free = free_dimensions(functools.partial(probe.run, copied), shape, least)
         attention = reading.attention
         slots = slots_of(attention and (attention.terms, attention.rope))
         if is_derived := any(isinstance(owner, Derived) for owner, _ in slots):
@@ -141,7 +144,8 @@ def _captured(copied: nn.Module, probe: Probe, shape: tuple[int, ...], computed:
 
 def _small(x: Tensor, ties: Ties) -> tuple[int, ...]:
     """Returns the shape of a capture if the forward supports any batch size and number of tokens."""
-    sizes = SMALL[1:] if x.dim() == 2 else (SMALL[0], *(SMALL[1:] * (x.dim() - 2)))
+    batch = 1 if BOUNDS in ties else SMALL[0]
+    sizes = SMALL[1:] if x.dim() == 2 else (batch, *(SMALL[1:] * (x.dim() - 2)))
     return (*(size + margin(ties, axis) for axis, size in enumerate(sizes)), x.shape[-1])
 
 
@@ -226,7 +230,7 @@ def _is_candidate(module: nn.Module, found: Found, records: dict[nn.Module, Reco
     """Returns True if a module may be one block, half, attention layer or MLP."""
     matrices = sum(parameter.dim() == 2 for parameter in module.parameters())
     cores = found.cores[module]
-    if cores > 1:  # one per head, or several attention layers
+    if sum(found.own[part] > 0 for part in module.modules()) > 1:  # a module per head, or several attention layers
         inside = [part for part in module.modules() if part is not module and found.cores[part]]
         if any(part in records and records[part].x is not None for part in inside):
             return False

@@ -231,8 +231,10 @@ def examples_of(model: nn.Module) -> Iterator[Any]:
     """Yields inputs, one of which the model may accept, in its dtype; none if it does not state the size of an image.
 
     The inputs are a random image [1, channels, height, width], for a model whose forward gets text the image with token
-    ids and boxes; a clip [1, frames, ...], or frames as a batch; and flattened patches [1, patches, values].
+    ids and boxes; a clip [1, frames, ...], or frames as a batch; and flattened patches [1, patches, values]. Models
+    whose forward gets `grid_thw` get the packed patches of two images.
     """
+    yield from _packed_patches(model)
     sizes, config = _image_size(model), getattr(model, "config", None)
     convs = (each for each in model.modules() if isinstance(each, nn.Conv2d | nn.Conv3d))
     weight = getattr(next(convs, None), "weight", next(iter(model.parameters()), None))
@@ -256,6 +258,21 @@ def examples_of(model: nn.Module) -> Iterator[Any]:
         yield image.expand(frames, -1, -1, -1)
     if isinstance(patch, int) and all(size % patch == 0 for size in sizes):
         yield _patches(image, patch)
+
+
+def _packed_patches(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Yields patches [total, values], [total, ...] or [1, total, ...] of two images, and their sizes in patches."""
+    names = list(inspect.signature(model.forward).parameters)
+    grid = next((name for name in names if name.endswith("grid_thw")), None)
+    embeds = (each for each in model.modules() if isinstance(each, nn.Conv2d | nn.Conv3d | nn.Linear))
+    weight = getattr(next(embeds, None), "weight", None)
+    if grid is None or weight is None or weight.is_meta or not weight.is_floating_point():
+        return
+    sizes = torch.tensor([[1, 4, 4], [1, 8, 4]], device=weight.device)
+    others = {"merge_sizes": torch.ones(2, dtype=torch.long, device=weight.device)} if "merge_sizes" in names else {}
+    patches = torch.randn(48, *weight.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu").to(weight)
+    for shaped in (patches.flatten(1), patches, patches[None]):
+        yield {names[0]: shaped, grid: sizes} | others
 
 
 def _image_size(model: nn.Module) -> tuple[int, int] | None:

@@ -204,7 +204,8 @@ def packed_tower(tower: Any) -> PackedTower | None:
         return packed
     config, takes = getattr(tower, "config", None), inspect.signature(type(tower).forward).parameters
     size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if not size or not patch or "pixel_values" not in takes or "patch_attention_mask" in takes:  # read on the host
+    read_on_host = {"patch_attention_mask", "grid_thw"} & takes.keys()
+    if not size or not patch or "pixel_values" not in takes or read_on_host:
         return None
     (height, width), (rows, columns) = pair("image_size", size), pair("patch_size", patch)
     shape, tokens = (getattr(config, "num_channels", 3), height, width), (height // rows) * (width // columns)
