@@ -256,8 +256,11 @@ def _parts(record: Record, rows: list[Row]) -> tuple[list[str], list[list[str]]]
     return ["part", "floor", *map(label, rows)], cells
 
 
-def sections(record: Record) -> Iterator[str | list[str] | Table]:
-    """Yields the paragraphs, lists and tables of a record; for other commands than bench, a table of rows."""
+def sections(record: Record, width: int | None = None) -> Iterator[str | list[str] | Table]:
+    """Yields the paragraphs, lists and tables of a record; for other commands than bench, a table of rows.
+
+    The tables of bench fit into `width` characters.
+    """
     if not is_bench(record):
         yield str(record.get("note", ""))
         rows = [{name: _plain(value) for name, value in row.items()} for row in record["rows"]]
@@ -265,7 +268,7 @@ def sections(record: Record) -> Iterator[str | list[str] | Table]:
         yield Table("rows", names, [[row.get(name, "") for name in names] for row in rows])
         return
     yield f"Measured on {heading(record)}; {ceilings_line(record)}."
-    yield from tables(record)
+    yield from tables(record, width)
     if record["controls"]:
         yield remarks(record)
     if notes := not_measured(record):

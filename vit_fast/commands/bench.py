@@ -10,14 +10,11 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ..cli import PLAIN, AsJson, Device, argument, integers, option, split_words, table, wide_console
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def bench(
@@ -97,7 +94,11 @@ def bench(
         if record["gpu_failed"]:  # continues in a new process
             command = [sys.executable, "-c", "from vit_fast.cli import main; main()", "bench", "--resume"]
             os.execv(sys.executable, [*command, str(journal.folder), *(["--json"] if as_json else [])])
-        _print_results(console, record)
+        for part in texts.sections(record, console.width):
+            if isinstance(part, texts.Table):
+                console.print(table(part.caption, part.titles, part.rows))
+            else:
+                console.print(part if isinstance(part, str) else "\n".join(part), **PLAIN)
         files = {
             RECORD_NAME: to_json(record), "table.md": texts.markdown(record).encode(), "plot.png": texts.draw(record),
             "report.html": texts.render({journal.folder.name: record}).encode(),
@@ -112,17 +113,6 @@ def bench(
         raise typer.Exit(130)
     if any(row["status"] in ("incorrect", "failed") for row in record["rows"]):
         raise typer.Exit(1)
-
-
-def _print_results(console: Console, record: dict[str, Any]) -> None:
-    from ..benchmarks import report as texts
-
-    for line in (texts.heading(record), texts.ceilings_line(record), *texts.remarks(record)):
-        console.print(line, **PLAIN)
-    for made in texts.tables(record, console.width):
-        console.print(table(made.caption, made.titles, made.rows))
-    for line in texts.not_measured(record):
-        console.print(line, **PLAIN)
 
 
 def compare(
