@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -47,7 +46,7 @@ from vit_fast.version import describe
 
 from .configuration import Configuration, make_configuration
 from .preparation import callers, cold_start
-from .records import JOURNAL_NAME, RECORD_NAME, Journal, Record, Row, read_record, to_json
+from .records import JOURNAL_NAME, RECORD_NAME, Journal, Record, Row, read_record, to_json, unused
 from .report import markdown
 from .runner import header_of, reopen, run
 
@@ -86,7 +85,7 @@ class Job:
 
 def perform(job: Job, folder: Path, limit_s: float) -> str:
     """Runs a job in processes, and prints its tables; returns the outcome. Output goes to log.txt in a new folder."""
-    end, problem, progress, folder = time.monotonic() + limit_s, "", (-1, 0), _unused(folder)
+    end, problem, progress, folder = time.monotonic() + limit_s, "", (-1, 0), unused(folder)
     folder.mkdir(parents=True)
     while progress != (progress := _progress(folder)):  # resume as long as the processes that end early get further
         problem = _run(job, folder, end - time.monotonic())
@@ -106,12 +105,6 @@ def _records(folder: Path, pattern: str) -> Iterator[Record]:
     for path in sorted(folder.glob(pattern)):
         with contextlib.suppress(OSError, ValueError):  # of a process that was killed before its first row
             yield read_record(path)
-
-
-def _unused(path: Path) -> Path:
-    """Returns the path, or PATH.1, PATH.2 and so on if an earlier run wrote it."""
-    paths = (path.with_name(f"{path.name}.{n}" if n else path.name) for n in itertools.count())
-    return next(one for one in paths if not one.exists())
 
 
 def _folder_name(job: str) -> str:
@@ -322,7 +315,7 @@ def run_jobs(jobs: Sequence[Job], out: Path, minutes: float = MINUTES) -> list[F
     Time limits of jobs grow or shrink with `minutes`. The last job that starts may get less than its limit.
     """
     out.mkdir(parents=True, exist_ok=True)
-    summary, model = (_unused(out / name) for name in ("summary.json", "model.txt"))
+    summary, model = (unused(out / name) for name in ("summary.json", "model.txt"))
     found, began = list[Found](), time.monotonic()
     missing, end = "" if torch.cuda.is_available() else "not measured: no GPU", began + 60 * minutes
     machine = describe("cpu" if missing else "cuda")

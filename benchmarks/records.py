@@ -8,6 +8,7 @@ and synced to disk, so that a killed run can be resumed. A folder with this file
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -160,9 +161,7 @@ class Journal:
         if folder is None:
             machine = header["machine"]
             date = re.sub(r"[^0-9T]", "", machine["date"].partition("+")[0]).replace("T", "-")
-            name = f"{date}-{folder_name(machine)}"
-            names = [name, *(f"{name}-{number}" for number in range(2, 99))]
-            folder = next(one for name in names if not (one := Path("vit-fast-results", name)).exists())
+            folder = unused(Path("vit-fast-results", f"{date}-{folder_name(machine)}"))
         check_folder(folder)
         journal = cls(folder, {"format": FORMAT, **header})
         with file_aside(folder / JOURNAL_NAME) as aside:  # a killed process leaves a folder with a header, or none
@@ -237,6 +236,12 @@ def _append(path: Path, kind: str, value: object) -> None:
 def folder_name(machine: Mapping[str, Any]) -> str:
     """Returns the name of a folder for records of a machine: letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
+
+
+def unused(path: Path) -> Path:
+    """Returns the path, or PATH.1, PATH.2 and so on if an earlier run wrote it."""
+    paths = (path.with_name(f"{path.name}.{n}" if n else path.name) for n in itertools.count())
+    return next(one for one in paths if not one.exists())
 
 
 def check_folder(folder: Path) -> None:

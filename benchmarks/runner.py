@@ -228,12 +228,12 @@ class _Run:
             timed, conditions = Interleaved(calls, self.device, protocol), Conditions(self.device)
             add = partial(self._add_timed, group, prepared, best, conditions)
             try:
-                with at_most(preparation.CANDIDATE_SECONDS) as again:
-                    for number in timed.rounds():
-                        again()
-                        is_late = self.elapsed_s() >= end_s
-                        if _is_done(number, timed, best, limited) or (is_late and is_enough(*timed.values())):
-                            break
+                rounds, is_done = timed.rounds(), False
+                while not is_done:
+                    with at_most(preparation.CANDIDATE_SECONDS):
+                        number = next(rounds)
+                    is_late = self.elapsed_s() >= end_s
+                    is_done = _is_done(number, timed, best, limited) or (is_late and is_enough(*timed.values()))
             except KeyboardInterrupt:
                 add({name: taken for name, taken in timed.items() if is_enough(taken)}, "interrupted")
                 raise

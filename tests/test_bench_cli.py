@@ -79,7 +79,7 @@ def test_an_unfinished_run_is_resumed_in_its_folder(
     monkeypatch.chdir(tmp_path)
     first, second = (records.Journal.begin(None, {"machine": record["machine"]}) for _ in range(2))
     assert str(first.folder).startswith(f"vit-fast-results/{record['machine']['date'][:10].replace('-', '')}")
-    assert second.folder == first.folder.with_name(first.folder.name + "-2")
+    assert second.folder == first.folder.with_name(first.folder.name + ".1")
 
 
 def header(**fields: object) -> str:

@@ -171,7 +171,7 @@ def test_memory_of_a_candidate_does_not_depend_on_earlier_garbage(gpus: Machine)
 
 def test_verify_leaves_all_generators_unchanged(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = verify._cases
-    monkeypatch.setattr(verify, "_cases", lambda small: cases(True))
+    monkeypatch.setattr(verify, "_cases", lambda small: [*cases(True)][::9])
     torch.manual_seed(3)  # verify seeds with 0
     for device in ("cuda:1", "cpu"):
         before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, range(2))]

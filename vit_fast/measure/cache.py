@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import platform
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import nn
 from ..blocks.fastest import describe_cpu
 from ..files import cache_folder as folder
 from ..files import file_aside
-from ..version import __version__, cpu_name, installed
+from ..version import describe
 from ..weights.source import weights_digest
 from .candidate import Candidate, tensors_in
 
@@ -33,7 +32,6 @@ FIGURES = (
     "speedup", "speedup_over_compile", "resolution", "ms", "images_per_s", "agreement", "tried", "candidates",
     "budget_s", "finish_s",
 )  # fmt: skip
-PACKAGES = ("torch", "triton", "onnxruntime", "onnxruntime-gpu", "openvino", "timm", "transformers")
 
 
 @dataclass(frozen=True)
@@ -79,14 +77,9 @@ def key_of(model: nn.Module, example: Any, request: dict[str, Any]) -> dict[str,
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Returns device, driver or CPU, versions, and torch's precision of fp32 matmuls."""
-    versions = {name: version for name in PACKAGES if (version := installed(name)) is not None}
-    versions |= {"vit_fast": __version__, "python": platform.python_version()}
-    found = {"versions": versions, "fp32": torch.get_float32_matmul_precision()}
-    if device.type != "cuda":
-        return found | {"device": cpu_name(), "cpu": describe_cpu()}
-    driver = getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009  # builds without CUDA lack it
-    return found | {"device": torch.cuda.get_device_name(device), "driver": driver, "cuda": torch.version.cuda}
+    """Returns what the speed of candidates depends on: device, driver, versions, CPU and torch's settings."""
+    described = describe(device)
+    return {name: described[name] for name in ("device", "gpu", "packages", "python")} | {"cpu": describe_cpu()}
 
 
 def model_key(model: nn.Module) -> str:

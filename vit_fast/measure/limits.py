@@ -15,14 +15,14 @@ REPEAT_S = 2.0
 
 
 @contextlib.contextmanager
-def at_most(seconds: float) -> Iterator[Callable[[], None]]:
+def at_most(seconds: float) -> Iterator[None]:
     """Raises TimeoutError in a block after `seconds`, and cancels the compilations that Inductor has queued.
 
-    Yields a function that restarts the limit. An alarm of the caller is delayed until the block ends. Outside the main
-    thread, there is no limit. C code is not interrupted before it returns to Python.
+    An alarm of the caller is delayed until the block ends. Outside the main thread, there is no limit. C code is not
+    interrupted before it returns to Python.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
+        yield
         return
     expired = False
 
@@ -31,14 +31,11 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
         expired = True
         raise TimeoutError(f"took more than {seconds:.4g} s")
 
-    def again() -> None:
-        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), REPEAT_S)
-
     (left, every), start = signal.setitimer(signal.ITIMER_REAL, 0), time.monotonic()
     outer = signal.signal(signal.SIGALRM, end)
-    again()
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), REPEAT_S)
     try:
-        yield again
+        yield
     except Exception as error:
         if not expired:
             raise
