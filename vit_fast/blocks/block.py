@@ -140,7 +140,7 @@ def _run_fused(
 def run_attention(parts: AttentionParts, x: Tensor, backend: str, frozen: Any = None) -> Tensor:
     """Runs an attention half on [B, N, C] with the rotary embeddings of its parts, and cached weights or None."""
     x, norm, inside = _begun(parts, x)
-    rope, keys = None if parts.rope is None else parts.rope.now(), keys_at(parts.cu_seqlens, x.shape[1])
+    rope, keys = None if parts.rope is None else parts.rope.now(), keys_at(parts.cu_seqlens, x)
     by_kernels = resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting()
     if by_kernels and (norm.kind != "none" or type(frozen) is Frozen):
         used = replace(parts, norm=norm) if norm is not parts.norm else parts

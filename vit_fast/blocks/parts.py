@@ -354,9 +354,9 @@ def origins(slot: Slot) -> tuple[Slot, ...]:
     return tuple(origin for each in slot[0].slots for origin in origins(each))
 
 
-def keys_at(cu_seqlens: Slot | None, tokens: int) -> Keys | None:
-    """Returns the keys of packed sequences. Reads no lengths on the host, so `tokens` is the maximum length."""
-    return None if cu_seqlens is None else Keys(tensor_of(*cu_seqlens).to(torch.int32), tokens)
+def keys_at(cu_seqlens: Slot | None, x: Tensor) -> Keys | None:
+    """Returns the keys of packed sequences x [1, total, ...]. Reads no lengths on the host: the maximum is total."""
+    return None if cu_seqlens is None else Keys(tensor_of(*cu_seqlens).to(x.device, torch.int32), x.shape[1])
 
 
 def tensors_of(owner: nn.Module) -> tuple[Any, Any]:

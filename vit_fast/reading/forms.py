@@ -139,7 +139,6 @@ class ReadModule(Created, FusedNormMlp):
         (x, *others), (attention, mlp) = tensors, parts.halves
         attention = bound(attention, others) if others else attention
         rope = None if attention is None or attention.rope is None else attention.rope.now()
-        keys = None if attention is None else keys_at(attention.cu_seqlens, x.numel() // x.shape[-1])
         if rope is not None and needs_gradient(rope.cos, rope.sin):  # kernels do not compute gradients of tables
             return super().forward(*args, **kwargs)
         terms = attention.terms if attention is not None and attention.terms and attention.terms.per_call else None
@@ -152,6 +151,7 @@ class ReadModule(Created, FusedNormMlp):
             parts = replace(parts, attention=attention)
         reading, backend = None if plain else Reading(attention, mlp, recipe.layout), self.vit_fast_backend
         y = x if reading is None else reading.batched(x)
+        keys = None if attention is None else keys_at(attention.cu_seqlens, y)
         if backend == "sdpa" and (packed := packed_for(parts, y)) is not None:
             y = run_packed([packed], y, rope, keys, terms=None if terms is None else terms.now(x.device))
         elif attention is not None and parts.is_pre_norm:

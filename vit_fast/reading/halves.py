@@ -280,4 +280,4 @@ def branch_of(mlp: MlpParts, x: Tensor) -> Tensor:
 def mix(qkv: Tensor, scale: float, terms: TermParts | None, cu_seqlens: Slot | None) -> Tensor:
     """Computes attention from qkv [B, N, 3, H, D] by the reference, -> [B, N, H * D]."""
     now = None if terms is None else terms.now(qkv.device)
-    return attention_among(qkv, keys_at(cu_seqlens, qkv.shape[1]), scale=scale, terms=now, backend="eager").flatten(2)
+    return attention_among(qkv, keys_at(cu_seqlens, qkv), scale=scale, terms=now, backend="eager").flatten(2)
