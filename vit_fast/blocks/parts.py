@@ -64,7 +64,10 @@ NO_NORM = NormParts(None, None, "none", 0.0)
 
 @dataclass(frozen=True)
 class LinearParts:
-    """A linear layer, or several with the same input; timm's EVA has one weight and three biases."""
+    """A linear layer, or several with the same input; timm's EVA has one weight and three biases.
+
+    A convolution of single positions, whose weight is [out, in, 1, 1], is a linear layer too.
+    """
 
     weights: tuple[Slot, ...]
     biases: tuple[Slot | None, ...]
@@ -74,9 +77,10 @@ class LinearParts:
 
     def tensors(self) -> tuple[Any, Any]:
         if len(self.weights) == len(self.biases) == 1:
-            weight, bias = tensor_of(*self.weights[0]), tensor_at(self.biases[0])
+            weight, bias = matrix(tensor_of(*self.weights[0])), tensor_at(self.biases[0])
         else:
-            weights, biases = [tensor_of(*slot) for slot in self.weights], [tensor_at(slot) for slot in self.biases]
+            weights = [matrix(tensor_of(*slot)) for slot in self.weights]
+            biases = [tensor_at(slot) for slot in self.biases]
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             bias = None
             if any(each is not None for each in biases):
@@ -361,12 +365,17 @@ def keys_at(cu_seqlens: Slot | None, x: Tensor) -> Keys | None:
 
 def tensors_of(owner: nn.Module) -> tuple[Any, Any]:
     if torch.compiler.is_compiling():
-        return owner.weight, owner.bias
+        return matrix(owner.weight), owner.bias  # type: ignore[arg-type]  # a Parameter
     own = owner.__dict__
     parameters = own["_parameters"]
     if "weight" in parameters and "bias" in parameters and "weight" not in own and "bias" not in own:
-        return parameters["weight"], parameters["bias"]
-    return tensor_of(owner, "weight"), tensor_of(owner, "bias")
+        return matrix(parameters["weight"]), parameters["bias"]
+    return matrix(tensor_of(owner, "weight")), tensor_of(owner, "bias")
+
+
+def matrix(weight: Tensor) -> Tensor:
+    """Returns a weight as [out, in]."""
+    return weight if weight.dim() == 2 else weight.flatten(1)
 
 
 def tensor_at(slot: Slot | None) -> Any:

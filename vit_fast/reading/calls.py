@@ -40,6 +40,7 @@ class Call:
     place: int = 0  # of the tokens among the tensors
     sizes: tuple[tuple[torch.Size, torch.dtype], ...] = ()  # shapes and dtypes of the other tensors
     names: tuple[int | str, ...] = ()  # of the arguments that contain other tensors
+    channels_first: bool = False  # True if the module's tokens are [B, C, ...], and those of its parts [B, ..., C]
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[Call, list[Tensor]]:
@@ -77,8 +78,8 @@ class Call:
 
     @property
     def has_one_tensor(self) -> bool:
-        """True for calls with one argument and one output, which are tensors."""
-        return self.given == _ONE_TENSOR and self.output == (TENSOR, 1)
+        """True for calls with one argument and one output, which are tensors of tokens as the parts read them."""
+        return self.given == _ONE_TENSOR and self.output == (TENSOR, 1) and not self.channels_first
 
     @property
     def problem(self) -> str:
@@ -96,28 +97,39 @@ class Call:
                 return None
         except UnreadableError:
             return None
-        return [found.pop(self.place), *found]
+        return [self.tokens(found.pop(self.place)), *found]
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """Returns tokens in the order of the parts."""
+        return x.movedim(1, -1) if self.channels_first else x
+
+    def arguments(self, x: Tensor, *others: Tensor) -> tuple[list[Tensor], Any, Any]:
+        """Returns all tensors of a call, args and kwargs."""
+        x = x.movedim(-1, 1) if self.channels_first else x
+        tensors = [*others[: self.place], x, *others[self.place :]]
+        return tensors, *rebuilt(self.given, tensors)
 
     def computed(self, output: Any, tensors: Sequence[Tensor]) -> Tensor:
-        """Returns the computed tensor of an output for these tokens and other tensors."""
-        x, *others = tensors
-        found = [*others[: self.place], x, *others[self.place :]]
+        """Returns the computed tensor of an output for the tensors of a call."""
+        found = list(tensors)
         if pattern_of(output, found) != self.output:
             raise UnreadableError("the structure of its output depends on its input")
         return found[-1]
 
     def run(self, module: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
-        tensors = [*others[: self.place], x, *others[self.place :]]
-        args, kwargs = rebuilt(self.given, tensors)
+        tensors, args, kwargs = self.arguments(x, *others)
         with InDouble() if x.dtype == torch.float64 else nullcontext():
             output = module.forward(*args, **kwargs)  # a class may override __call__, which the fused class inherits
         if _given(args, kwargs, list(tensors)) != self.given:
             raise UnreadableError("its forward changes its arguments")
-        return self.computed(output, (x, *others))
+        return self.tokens(self.computed(output, tensors))
 
     def returned(self, y: Tensor, x: Tensor, *others: Tensor) -> Any:
         """Returns the output of a call with computed tensor y."""
-        return rebuilt(self.output, [*others[: self.place], x, *others[self.place :], y])
+        tensors, *_ = self.arguments(x, *others)
+        if self.channels_first:  # in the memory format of x
+            y = y.movedim(-1, 1) if x.is_contiguous() else y.movedim(-1, 1).contiguous()
+        return rebuilt(self.output, [*tensors, y])
 
 
 def pattern_of(value: Any, tensors: list[Tensor]) -> Pattern:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..blocks.fused import FusedModule
 from ..blocks.parts import Argument, Slot
@@ -146,7 +146,7 @@ def _always_holds(guard: Any) -> bool:
 class InDouble(TorchFunctionMode):
     """Casts to fp64 instead of fp32, for copies in fp64 of modules that compute norms or softmax in fp32.
 
-    New tensors are fp64 too, for example slopes of positions.
+    New tensors are fp64 too, for example slopes of positions. Convolutions of single positions run as linear layers.
     """
 
     def __enter__(self) -> Self:
@@ -161,7 +161,21 @@ class InDouble(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = Tensor.double if func is Tensor.float else func
         args, kwargs = tree_map(lambda each: torch.float64 if each is torch.float32 else each, (args, kwargs or {}))
+        if func in (torch.conv1d, torch.conv2d, torch.conv3d) and _is_pointwise(*args, **kwargs):
+            return _pointwise(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _is_pointwise(
+    input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+    groups: int = 1,
+) -> bool:  # fmt: skip
+    ones = [*weight.shape[2:], *tree_leaves(stride), groups]
+    return input.dim() == weight.dim() and {*ones} == {1} and {*tree_leaves(padding)} == {0}
+
+
+def _pointwise(input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    return nn.functional.linear(input.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
 
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)

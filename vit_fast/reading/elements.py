@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..blocks.parts import NO_NORM, NormParts, Slot, tensor_at
+from ..blocks.parts import NO_NORM, NormParts, Slot, matrix, tensor_at
 from ..ops import reference
 from .capture import Graph, UnreadableError, operator_of
 from .constants import computed, derived
@@ -177,6 +177,11 @@ def _splits(node: fx.Node) -> Iterator[fx.Node]:
             yield from inner or [user]
 
 
+def is_matrix(weight: Tensor) -> bool:
+    """Returns True for the shape of a weight of a linear layer, or of a convolution of single positions."""
+    return weight.dim() > 1 and weight.shape[2:].numel() == 1
+
+
 def rows(graph: Graph, slot: Slot, start: int, size: int) -> Slot:
     """Returns the slot of some rows of a tensor."""
     every = tensor_at(slot).shape[0] == size
@@ -186,7 +191,7 @@ def rows(graph: Graph, slot: Slot, start: int, size: int) -> Slot:
 def _linear(graph: Graph, node: fx.Node) -> Linear | None:
     (source,) = graph.live_inputs(node)
     x, y = graph.values[source], graph.values[node]
-    weights = tuple(slot for slot in graph.parameters_between(source, node) if tensor_at(slot).dim() == 2)
+    weights = tuple(slot for slot in graph.parameters_between(source, node) if is_matrix(tensor_at(slot)))
     if y.shape[:-1] != x.shape[:-1]:
         return None
     if weights and all(tensor_at(slot).shape[1] == x.shape[-1] for slot in weights):
@@ -200,7 +205,7 @@ def _linear(graph: Graph, node: fx.Node) -> Linear | None:
 def _product(graph: Graph, node: fx.Node, source: fx.Node, weights: tuple[Slot, ...]) -> Linear | None:
     """Returns the linear layer with these weights if a node computes it or an equal part of it."""
     x, y = graph.values[source], graph.values[node]
-    weight = torch.cat([tensor_at(slot) for slot in weights])
+    weight = torch.cat([matrix(tensor_at(slot)) for slot in weights])
     count, rest = divmod(weight.shape[0], y.shape[-1])
     for i in range(0 if rest else count):
         biases = _biases(graph, node, y - F.linear(x, weight.chunk(count)[i]), (i, count), len(weights))

@@ -20,7 +20,7 @@ from ..blocks.parts import Argument, AttentionParts, BlockParts, Derived, MlpPar
 from ..blocks.reading import Reader
 from ..ops.registration import is_exporting, matmul_dtype, needs_gradient
 from .arguments import Ties, bound, fits
-from .calls import Call, Kind, attributes_of, drop_slots, rebuilt, state_of, structure_of
+from .calls import Call, Kind, attributes_of, drop_slots, state_of, structure_of
 from .matcher import Reading
 from .proof import Dtypes, slots_of
 from .scores import Attends
@@ -191,7 +191,7 @@ class ReadModule(Created, FusedNormMlp):
         def build(by: Mapping[str, str], timed: Timed) -> Callable[[], object]:
             def call(x: Tensor) -> Any:
                 parts.frozen = frozen if by[key] == "packed" else None
-                args, kwargs = rebuilt(recipe.call.given, [x])
+                _, args, kwargs = recipe.call.arguments(x)
                 return self.forward(*args, **kwargs)
 
             call = timed(key, call)

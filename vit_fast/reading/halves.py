@@ -22,6 +22,7 @@ from ..blocks.parts import (
     block_tensors,
     keys_at,
     tensor_at,
+    tensors_of,
 )
 from ..ops import reference
 from ..ops.attention import attention_among
@@ -91,7 +92,7 @@ class Halves(Vectors):
                     proj=_owner(proj, "its output projection"), qk_norm=qk_norm, terms=term, rope=rope,
                     rotates_halves=rope is not None and rope.layout == "half", cu_seqlens=cu_seqlens,
                 )  # fmt: skip
-                return attention, F.linear(mixed, attention.proj.weight, attention.proj.bias), proj
+                return attention, F.linear(mixed, *tensors_of(attention.proj)), proj
         raise UnreadableError(problem)
 
     def _rotated(self, qkv: Tensor, normalizes: bool) -> Iterator[tuple[QkNormParts | None, RopeParts | None, Tensor]]:

@@ -166,7 +166,9 @@ class Matcher(Halves):
 
     def _holds(self, node: fx.Node, tokens: Tensor) -> bool:
         value = self.values[node]
-        return isinstance(value, Tensor) and value.dim() > 0 and same_tokens(tokens, value)
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return False
+        return same_tokens(tokens, value) or (value.dim() > 2 and same_tokens(tokens, value.movedim(1, -1)))
 
     def _ends_norm(self, node: fx.Node) -> bool:
         return operator_of(node) in NORM_ENDS

@@ -19,6 +19,7 @@ from ..version import memory_bytes
 from .arguments import BOUNDS, Probe, Ties, bound, margin, of_other_batch, ties_of
 from .calls import Call, attributes_of, state_of, structure_of
 from .capture import Graph, UnreadableError, capture, free_dimensions, random_copy, tokens_like
+from .elements import is_matrix
 from .forms import Recipe, hidden_name
 from .matcher import LAYOUTS, Reading, read_graph
 from .proof import (
@@ -228,15 +229,19 @@ def read_model(model: nn.Module, example: Any, is_known: Callable[[nn.Module], b
 
 def _is_candidate(module: nn.Module, found: Found, records: dict[nn.Module, Record]) -> bool:
     """Returns True if a module may be one block, half, attention layer or MLP."""
-    matrices = sum(parameter.dim() == 2 for parameter in module.parameters())
+    sizes = [each.dim() for each in module.parameters() if is_matrix(each)]
     cores = found.cores[module]
+    if not cores and any(size > 2 for size in sizes):  # are these convolutions an MLP?
+        kernels = (each for each in module.parameters() if each.dim() > 3 and not is_matrix(each))
+        if any(True for _ in kernels) or not any(found.mlps[part] for part in module.modules()):
+            return False
     if sum(found.own[part] > 0 for part in module.modules()) > 1:  # a module per head, or several attention layers
         inside = [part for part in module.modules() if part is not module and found.cores[part]]
         if any(part in records and records[part].x is not None for part in inside):
             return False
     if any(child in records and records[module].equals(records[child]) for child in module.children()):
         return False  # e.g. a Sequential of one block
-    return 2 <= matrices <= 3 * cores + 6
+    return 2 <= len(sizes) <= 3 * cores + 6
 
 
 def _read_once(
@@ -246,8 +251,9 @@ def _read_once(
     if record.call is None or record.x is None:
         return UnreadableError(record.problem or "it does not map tokens to tokens of the same shape")
     structure, state = structure_of(module), state_of(module)
-    key = (structure, record.call, record.x.shape)
+    record = _with_channels_last(module, record, record.call)
     x, *others = record.tensors
+    key = (structure, record.call, x.shape)
     try:
         for before, result in known.get(key, []):
             if before == state:
@@ -271,6 +277,17 @@ def _read_once(
         return error
     except Exception as error:
         return UnreadableError(f"its forward fails on other inputs than the example: {error}")
+
+
+def _with_channels_last(module: nn.Module, record: Record, call: Call) -> Record:
+    """Returns a record with tokens [B, ..., C] if the weights of convolutions show that they are [B, C, ...]."""
+    x, *others = record.tensors
+    weights = [each for each in module.parameters() if is_matrix(each)]
+    last = any(each.shape[1] == x.shape[-1] for each in weights if each.dim() == 2)
+    if last or not any(each.shape[1] == x.shape[1] for each in weights if each.dim() == x.dim() > 2):
+        return record
+    call = replace(call, channels_first=True)
+    return replace(record, call=call, tensors=[call.tokens(x), *others], y=call.tokens(record.y))
 
 
 def _rebound(module: nn.Module, recipe: Recipe, x: Tensor, others: Sequence[Tensor]) -> Recipe:

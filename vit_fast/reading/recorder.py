@@ -22,12 +22,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..ops.attention import as_attention
 from .calls import Call
 from .capture import UnreadableError
+from .elements import is_matrix
 from .forms import Recipe, hidden_name
 from .scores import SDPA, Follower
 
 TEXT_LENGTH = 8  # tokens, for models that get text and images
 _SOFTMAX = {"_softmax", "_safe_softmax"}  # their inputs may be no scores, e.g. of a router
-_ACTIVATIONS = {"gelu", "relu", "silu", "sigmoid", "tanh", "erf"}
+_ACTIVATIONS = {
+    "gelu", "relu", "silu", "sigmoid", "tanh", "erf", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "elu", "mish",
+    "softplus",
+}  # fmt: skip
 _PRODUCTS = {"bmm", "baddbmm", "mm", "addmm"}
 _KINDS = ("", "parameter", "activation", "scores", "attention")  # "scores" is any product of two activations
 _NOTHING: tuple[str, list[nn.Module]] = ("", [])
@@ -113,7 +117,7 @@ class _Recorder(TorchDispatchMode):
         kinds, now = {each for each, _ in given}, list(self.stack)
         if "scaled_dot_product" in name or "flex_attention" in name:
             return "attention", self._count(now)
-        if name in _PRODUCTS:
+        if name in _PRODUCTS or (name == "convolution" and _is_linear(*tensors[:2])):
             inside = [part for part, other in zip(began, now) if part is other]  # e.g. the softmax may be a module
             if "parameter" not in kinds:
                 return ("attention", self._count(inside)) if kind == "scores" else ("scores", now)
@@ -150,12 +154,17 @@ class _Recorder(TorchDispatchMode):
         except UnreadableError as error:
             self.records[module] = Record(None, str(error))
             return
-        x, y = tensors[0], call.computed(output, tensors)
+        x, y = tensors[0], call.computed(output, call.arguments(*tensors)[0])
         self.records[module] = Record(call, call.problem)
         is_usual = 3 <= x.dim() <= 5 or (x.dim() == 2 and self.found.cores[module] > 0)  # not the MLP of a head
         if is_usual and y.shape == x.shape and x.is_floating_point():
             copies = [each.detach().clone() for each in (*tensors, y)]
             self.records[module] = Record(call, call.problem, copies[:-1], copies[-1], computed)
+
+
+def _is_linear(x: Tensor, weight: Tensor) -> bool:
+    """Returns True for a convolution of single positions, more than one of which exist."""
+    return is_matrix(weight) and x.shape[2:].numel() > 1
 
 
 class _Functions(TorchFunctionMode):
