@@ -213,25 +213,100 @@ class OtherWay(Volume):
     back = -1
 
 
-@pytest.mark.fast_cases("Alone", "ByLength")
-@pytest.mark.parametrize("block", [Alone, ByLength, Volume, OtherWay])
+class OverChannels(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(1, keepdim=True)
+        return (
+            x / (x.square().mean(1, keepdim=True) + 1e-6).sqrt() * self.weight[:, None, None] + self.bias[:, None, None]
+        )
+
+
+class Pointwise(nn.Module):
+    """1x1 convolutions as linear layers, [B, C, H, W]."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = OverChannels(width), OverChannels(width)
+        self.qkv, self.out = nn.Conv2d(width, 3 * width, 1), nn.Conv2d(width, width, 1)
+        self.gamma = nn.Parameter(torch.ones(width, 1, 1))
+        self.mlp = nn.Sequential(nn.Conv2d(width, 48, 1), nn.GELU(), nn.Conv2d(48, width, 1))
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(len(x), self.heads, -1, x.shape[2] * x.shape[3]).chunk(3, 2)
+        weights = (q.mT @ k * q.shape[2] ** -0.5).softmax(-1)
+        return self.out((v @ weights.mT).reshape(x.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.gamma * self.attend(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class PointwiseWindows(Pointwise):
+    """Attention in windows of two rows."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        y = super().attend(x.unflatten(2, (-1, 2)).transpose(1, 2).flatten(0, 1))
+        return y.unflatten(0, (len(x), -1)).transpose(1, 2).flatten(2, 3)
+
+
+class PointwiseMlp(nn.Module):
+    """An MLP of Conv1d on [B, N, C]."""
+
+    def __init__(self, width: int, _: int) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(width), nn.Conv1d(width, 48, 1), nn.Conv1d(48, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(F.relu(self.fc1(self.norm(x).mT))).mT
+
+
+class Squeezes(nn.Module):
+    """Convolutions that are no MLP of all positions: squeeze and excite, and a bottleneck."""
+
+    def __init__(self, width: int, _: int) -> None:
+        super().__init__()
+        self.excite = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, 8, 1), nn.ReLU(), nn.Conv2d(8, width, 1))
+        self.conv1, self.conv2, self.conv3 = nn.Conv2d(width, 8, 1), nn.Conv2d(8, 8, 3, 1, 1), nn.Conv2d(8, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.excite(x).sigmoid() + self.conv3(F.relu(self.conv2(F.relu(self.conv1(x)))))
+
+
+SHAPES: dict[Any, tuple[int, ...]] = {
+    Alone: (20, 32), ByLength: (20, 32), Volume: (2, 2, 4, 4, 32), OtherWay: (2, 2, 4, 4, 32), Pointwise: (2, 32, 3, 5),
+    PointwiseWindows: (2, 32, 4, 3), PointwiseMlp: (2, 20, 32), Squeezes: (2, 32, 4, 4),
+}  # fmt: skip
+READ = {Alone: "attention, norm + MLP", PointwiseMlp: "norm + MLP"}
+READ |= dict.fromkeys((Volume, Pointwise, PointwiseWindows), READ[Alone])
+
+
+@pytest.mark.fast_cases("Alone", "ByLength", "Pointwise", "PointwiseMlp", "Squeezes")
+@pytest.mark.parametrize("block", SHAPES)
 def test_other_dimensions(block: Any) -> None:
     torch.manual_seed(0)
-    original, shape = block(32, 4).eval(), (20, 32) if issubclass(block, Alone) else (2, 2, 4, 4, 32)
+    original, shape = block(32, 4).eval(), SHAPES[block]
     for parameter in original.parameters():
         nn.init.normal_(parameter, std=0.2)
     model = nn.Sequential(copy.deepcopy(original))
     report = vit_fast.fuse(model, "eager", example=torch.randn(shape))
-    is_read = [row.part for row in report.fused] == ["attention, norm + MLP"]
-    assert is_read is (block in (Alone, Volume))
+    is_read = [row.part for row in report.fused] == [READ.get(block)]
+    assert is_read is (block in READ) and bool(report.modules) is (block is not Squeezes)
     for x in (torch.randn(shape), torch.randn(3 * shape[0], *shape[1:])):
         assert runs_fused(model, lambda x=x: model(x)) or not is_read
         for net in (model, original):
             net.zero_grad()
             net(x).square().sum().backward()
-        torch.testing.assert_close(model(x), original(x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(x), original(x), rtol=1e-4, atol=1e-4, check_stride=True)
         for a, b in zip(model.parameters(), original.parameters()):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3 * float(b.grad.abs().max()))
+    if block is Pointwise:
+        last = x.to(memory_format=torch.channels_last)
+        torch.testing.assert_close(model(last), original(last), rtol=1e-4, atol=1e-4, check_stride=True)
     vit_fast.fuse(model, "sdpa")
     vit_fast.freeze(model)
     with torch.inference_mode():
@@ -239,13 +314,13 @@ def test_other_dimensions(block: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [MaskBuffer, Cosine, Shifted, with_rel], ids=lambda block: block.__name__)
+@pytest.mark.parametrize("block", [MaskBuffer, Cosine, Shifted, with_rel, Pointwise], ids=lambda block: block.__name__)
 def test_compile_and_export(block: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(block(32, 2), block(32, 2)).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
-    x = torch.randn((3, 8, 8, 32) if block in (Shifted, with_rel) else (3, 20, 32))
+    x = torch.randn((3, 8, 8, 32) if block in (Shifted, with_rel) else (3, *SHAPES.get(block, (2, 20, 32))[1:]))
     expected = model(x)
     vit_fast.fuse(model, "eager", example=x).require_all()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

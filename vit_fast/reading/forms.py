@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,11 +42,12 @@ class Recipe:
     dtypes: tuple[Dtypes, ...]
     trains: bool  # True if training mode computes the same as evaluation mode, apart from dropout
     differentiates: bool  # True if the gradients are equal also for masks that hide all keys of a query
+    # True if the module gets and returns one tensor [B, N, C]: nothing to convert, which takes microseconds
+    is_plain: bool = field(init=False)
 
-    @functools.cached_property
-    def is_plain(self) -> bool:
-        """True if the module gets and returns one tensor [B, N, C]: nothing to convert, which takes microseconds."""
-        return self.layout in ("[B, N, C]", "[..., C]") and self.call.has_one_tensor
+    def __post_init__(self) -> None:
+        plain = self.layout in ("[B, N, C]", "[..., C]") and self.call.has_one_tensor
+        object.__setattr__(self, "is_plain", plain)
 
     def reading(self, module: nn.Module) -> Reading:
         return Reading(attached(module, self.attention), attached(module, self.mlp), self.layout, self.uses_sdpa)
