@@ -34,11 +34,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Core(nn.Module):
-    """Attention with 1x1 convolutions as projections."""
+    """Attention with grouped 1x1 convolutions as projections."""
 
     def __init__(self, attend: Attend = F.scaled_dot_product_attention) -> None:
         super().__init__()
-        self.qkv, self.proj, self.attend = nn.Conv1d(32, 96, 1), nn.Conv1d(32, 32, 1), attend
+        self.qkv, self.proj, self.attend = nn.Conv1d(32, 96, 1, groups=2), nn.Conv1d(32, 32, 1), attend
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x.mT).unflatten(1, (3, 2, 16)).mT.unbind(1)

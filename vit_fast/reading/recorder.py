@@ -29,8 +29,8 @@ from .scores import SDPA, Follower
 TEXT_LENGTH = 8  # tokens, for models that get text and images
 _SOFTMAX = {"_softmax", "_safe_softmax"}  # their inputs may be no scores, e.g. of a router
 _ACTIVATIONS = {
-    "gelu", "relu", "silu", "sigmoid", "tanh", "erf", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "elu", "mish",
-    "softplus",
+    "gelu", "relu", "silu", "sigmoid", "tanh", "erf", "mish", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu",
+    "elu", "softplus",
 }  # fmt: skip
 _PRODUCTS = {"bmm", "baddbmm", "mm", "addmm"}
 _KINDS = ("", "parameter", "activation", "scores", "attention")  # "scores" is any product of two activations
