@@ -40,12 +40,11 @@ def terms_of(graph: Graph, core: Core, tokens: Tensor, heads: int, keys: int) ->
         _sum(graph, [(slot, hides) for slot, found, hides in placed if found is is_mask]) for is_mask in (False, True)
     )
     terms = TermParts(bias, window_mask=mask, scale=_head_scale(graph, core, heads))
-    per_call = bias if groups == 1 else mask
+    name, per_call = ("bias", bias) if groups == 1 and mask is None else ("window_mask", mask)
     if per_call is not None and arguments_of(per_call):
         if core.scores is not None:  # softmax, unlike SDPA, returns NaN without keys
             largest = derived(graph, (per_call,), "amax.default", (-1,), True)
             per_call = derived(graph, (per_call, derived(graph, (largest,), "mul.Scalar", 0.0)), "add.Tensor")
-        name = "bias" if groups == 1 else "window_mask"
         terms = replace(terms.with_term(name, per_call), per_call=name)
     if bias is not None and terms.per_call != "bias":
         terms = next(_tables(graph, core, terms, tensor_at(bias)), terms)
@@ -127,7 +126,9 @@ def _slot_of(graph: Graph, core: Core, node: fx.Node, shape: Shape, sizes: Seque
         return slot
     scores: Any = core.product if core.product is not None else core.node
     sizes = sizes or (*graph.values[scores].shape[:-2], *shape[2:])
-    if graph.values[node].dim() > len(sizes):  # e.g. [1, W, H, N, M] for windows of images
+    if graph.values[node].dim() > len(sizes):
+        if graph.values[node].shape == (1, graph.values[node].shape[1], 1, *shape[2:]):  # of the windows of an image
+            return slot
         raise UnreadableError("its mask has more dimensions than its scores, [batch, heads, queries, keys]")
     target = graph.values[node].expand(*sizes).reshape(shape[0], -1, *shape[2:])
     for any_size in (True, False):
@@ -194,13 +195,14 @@ def _number(graph: Graph, given: Any) -> float:
 
 def _placed(graph: Graph, slot: Slot, groups: int, heads: int, keys: int) -> tuple[Slot, bool] | None:
     """Returns the slot as bias [H or 1, N, M], or as window mask [W, N, M] with True; None if it is neither."""
-    if groups == 1 and arguments_of(slot):
+    by_window = groups == 1 and tensor_at(slot).dim() == 5  # of batches that contain the windows of images
+    if groups == 1 and arguments_of(slot) and not by_window:
         return slot, False
     shape = [1, 1, 1, 1, *tensor_at(slot).shape]
     lead, (a, b, n, m) = shape[:-4], shape[-4:]
     if math.prod(lead) > 1 or n not in (1, keys) or m not in (1, keys):
         return None
-    is_mask = a == groups > 1 == b
+    is_mask = a > 1 == b and (a == groups or by_window)
     if not is_mask and (a > 1 or b not in (1, heads)):
         return None
     first = a if is_mask else b
