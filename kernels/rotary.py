@@ -18,12 +18,14 @@ in a fixed order, so results are deterministic.
 A program processes ROWS heads at once as two tiles [ROWS, BLOCK], BLOCK >= D / 2: the first and the second channel of
 each pair. The kernels also copy v, unless they work in place.
 
+The functions take `tensors` and `s`, a `QkTensors` and a `QkSettings` of vit_fast/ops/rotary.py. Weights and biases are
+contiguous, and the tables pass `can_be_read`.
+
 Sources: rotary embeddings, arXiv 2104.09864; qk-norm, arXiv 2302.05442.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +37,6 @@ from .device import gpu_of
 from .launch import Launch, ceil_div
 
 _TILE = 1024  # elements per tile, unless a norm spans all heads
-_NONE = (None, None)
 
 
 @triton.jit
@@ -147,7 +148,7 @@ def _qk_norm_rope_kernel(
     M, N, H, prefix, eps,
     image_rows, head_rows,  # strides of images and heads in the tables, in rows; 0 if shared
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of rows and pairs in the tables, in elements
-    D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr,  # see `QkvSettings`
+    D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr,  # `QkSettings`; WIDE: over
     SEPARATE: tl.constexpr,  # in place only: moves the channels of a pair from adjacent places to places D / 2 apart
     INVERSE: tl.constexpr,  # rotate by the opposite angle
     PARTS: tl.constexpr,  # 2: processes q and k; 3: also copies v
@@ -243,24 +244,6 @@ def _qk_norm_rope_grad_kernel(
             _store_pairs(base + width, bias_grad1, bias_grad2, start, pairs, own, D, INTERLEAVED)
 
 
-@dataclass(frozen=True)
-class QkvSettings:
-    """Norms and rotary embeddings of q and k.
-
-    `layout` names the channels of a pair: "half" (j and j + D/2), "interleaved" (2j and 2j + 1), or "interleaved_half"
-    (2j and 2j + 1 in qkv, but j and j + D/2 in weights and biases; forward only).
-    """
-
-    weights: tuple[Tensor, Tensor] | None = None  # of the norms of q and k: [D], or [H * D] if `wide`; contiguous
-    biases: tuple[Tensor, Tensor] | None = None
-    tables: tuple[Tensor, Tensor] | None = None  # cos and sin [B or 1, H or 1, N - prefix, D / 2]; see `can_be_read`
-    norm: str = "none"  # "none", "layer_norm" or "rms_norm"
-    eps: float = 0.0
-    wide: bool = False  # all heads of a token are normalized together
-    prefix: int = 0  # tokens that are not rotated
-    layout: str = "half"
-
-
 def can_be_read(cos: Tensor, sin: Tensor) -> bool:
     """True if the kernels can read the tables [..., T, D / 2] without a copy.
 
@@ -272,32 +255,32 @@ def can_be_read(cos: Tensor, sin: Tensor) -> bool:
     return whole and cos.stride() == sin.stride()
 
 
-def shared_arguments(s: QkvSettings) -> tuple[dict[str, Any], dict[str, Any]]:
+def shared_arguments(tensors: Any, s: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns arguments and constants that these kernels have in common with the epilogue of the qkv matmul."""
     image_rows = head_rows = row = pair = 0
-    if s.tables is not None:
-        *outer, row, pair = s.tables[0].stride()
-        image_rows, head_rows = (step // row if size > 1 else 0 for step, size in zip(outer, s.tables[0].shape))
+    if tensors.cos is not None:
+        *outer, row, pair = tensors.cos.stride()
+        image_rows, head_rows = (step // row if size > 1 else 0 for step, size in zip(outer, tensors.cos.shape))
     args = {
-        "weights": s.weights or _NONE, "tables": s.tables or _NONE, "prefix": s.prefix, "image_rows": image_rows,
-        "head_rows": head_rows,
+        "weights": (tensors.q_weight, tensors.k_weight), "tables": (tensors.cos, tensors.sin), "prefix": s.prefix,
+        "image_rows": image_rows, "head_rows": head_rows,
     }  # fmt: skip
     return args, {"NORM": s.norm, "ROW_STEP": row, "PAIR_STEP": pair}
 
 
-def _arguments(x: Tensor, s: QkvSettings) -> tuple[dict[str, Any], dict[str, Any], int, int]:
+def _arguments(x: Tensor, tensors: Any, s: Any) -> tuple[dict[str, Any], dict[str, Any], int, int]:
     """Returns arguments and constants of forward and backward, the number of pairs of tiles of q, and warps."""
     B, N, _, H, D = x.shape
-    block = triton.next_power_of_2(D // 2)
-    rows = triton.next_power_of_2(H) if s.wide else max(1, _TILE // block)
-    args, constants = shared_arguments(s)
+    block, wide = triton.next_power_of_2(D // 2), s.over == "width"
+    rows = triton.next_power_of_2(H) if wide else max(1, _TILE // block)
+    args, constants = shared_arguments(tensors, s)
     args |= {"x_ptr": x, "M": B * N, "N": N, "H": H, "eps": s.eps}
-    constants |= {"D": D, "WIDE": s.wide, "LAYOUT": s.layout, "ROWS": rows, "BLOCK": block}
-    return args, constants, B * N if s.wide else ceil_div(B * N * H, rows), 4 if rows * block <= _TILE else 8
+    constants |= {"D": D, "WIDE": wide, "LAYOUT": s.layout, "ROWS": rows, "BLOCK": block}
+    return args, constants, B * N if wide else ceil_div(B * N * H, rows), 4 if rows * block <= _TILE else 8
 
 
 def qk_norm_rope_launch(
-    x: Tensor, out: Tensor, settings: QkvSettings, inverse: bool = False, separate: bool = False
+    x: Tensor, out: Tensor, tensors: Any, s: Any, inverse: bool = False, separate: bool = False
 ) -> Launch:
     """Returns the launch that normalizes and rotates q and k of x [B, N, 3, H, D] into `out`, which may be x.
 
@@ -305,22 +288,22 @@ def qk_norm_rope_launch(
         inverse: Rotate by the opposite angle. Without norms, the inverse rotation is the backward.
         separate: Also move the channels of a pair from 2j and 2j + 1 to j and j + D/2. `out` must be x.
     """
-    args, constants, blocks, warps = _arguments(x, settings)
+    args, constants, blocks, warps = _arguments(x, tensors, s)
     parts = 2 if out is x else 3
-    args |= {"out_ptr": out, "biases": settings.biases or _NONE}
+    args |= {"out_ptr": out, "biases": (tensors.q_bias, tensors.k_bias)}
     constants |= {"SEPARATE": separate, "INVERSE": inverse, "PARTS": parts}
     return Launch(_qk_norm_rope_kernel, blocks * parts, args, constants, num_warps=warps, device=x.device)
 
 
-def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
+def qk_norm_rope(x: Tensor, tensors: Any, s: Any) -> Tensor:
     """Returns a copy of the contiguous x [B, N, 3, H, D] with q and k normalized and rotated."""
     out = torch.empty_like(x)
-    qk_norm_rope_launch(x, out, settings).run()
+    qk_norm_rope_launch(x, out, tensors, s).run()
     return out
 
 
 def qk_norm_rope_gradients(
-    grad: Tensor, x: Tensor | None, settings: QkvSettings, out: Tensor | None = None
+    grad: Tensor, x: Tensor | None, tensors: Any, s: Any, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Returns dx, and one tensor of dw and db: fp32 [2 (q, k), 2 (dw, db), D or H * D], or None without w and b.
 
@@ -331,13 +314,13 @@ def qk_norm_rope_gradients(
     """
     out = torch.empty_like(grad) if out is None else out
     if x is None:
-        qk_norm_rope_launch(grad, out, settings, inverse=True).run()
+        qk_norm_rope_launch(grad, out, tensors, s, inverse=True).run()
         return out, None
-    args, constants, blocks, warps = _arguments(x, settings)
+    args, constants, blocks, warps = _arguments(x, tensors, s)
     part, parts, programs = None, 2 if out is grad else 3, blocks
-    if settings.weights is not None or settings.biases is not None:
+    if tensors.q_weight is not None or tensors.q_bias is not None:
         programs = max(1, min(blocks, 2 * gpu_of(x.device).sm_count))
-        width = x.shape[-2] * x.shape[-1] if settings.wide else x.shape[-1]
+        width = x.shape[-2] * x.shape[-1] if s.over == "width" else x.shape[-1]
         part = torch.empty(programs, 2, 2, width, dtype=torch.float32, device=x.device)
     args |= {"grad_ptr": grad, "out_ptr": out, "part_ptr": part, "blocks": blocks}
     # on sm_100, ptxas by itself limits the kernel to 96 registers, which causes spills

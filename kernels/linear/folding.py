@@ -28,8 +28,7 @@ Source: vit-fast's own derivation, checked in fp64 by the tests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -112,7 +111,7 @@ def _fold_kernel(
 
 @dataclass(frozen=True)
 class NormedLinear:
-    """A linear layer and the LayerNorm before it."""
+    """A linear layer and the LayerNorm before it; all tensors are contiguous."""
 
     weight: Tensor  # [F, C]; with a gate, [F / 2, C]
     bias: Tensor | None
@@ -126,10 +125,6 @@ class NormedLinear:
     @property
     def rows(self) -> int:
         return self.weight.shape[0] * (1 if self.gate is None else 2)
-
-    def contiguous(self) -> NormedLinear:
-        tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -145,20 +140,19 @@ class FoldedLinear:
 def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[FoldedLinear]:
     """Folds the LayerNorms into the linear layers, with weights in `dtype`. Each launch folds up to two layers."""
     folded = []
-    dense = [linear.contiguous() for linear in linears]
-    for linear in dense:
+    for linear in linears:
         sums, shift = (linear.weight.new_empty(linear.rows, dtype=torch.float32) for _ in range(2))
         weight = linear.weight.new_empty((linear.rows, linear.weight.shape[1]), dtype=dtype)
         folded.append(FoldedLinear(weight, None if linear.rms else sums, shift))
-    for first in range(0, len(dense), 2):
+    for first in range(0, len(linears), 2):
         layers = [
             (*into.weight.shape, linear.weight, linear.bias, linear.gamma, linear.beta, linear.gate, linear.gate_bias,
              into.weight, into.weight_sum, into.shift)
-            for linear, into in zip(dense[first : first + 2], folded[first:])
+            for linear, into in zip(linears[first : first + 2], folded[first:])
         ]  # fmt: skip
         block, rows = chunk(max(layer[1] for layer in layers))
         programs = sum(ceil_div(layer[0], rows) for layer in layers)
         args = {"layer": layers[0], "second": layers[1] if layers[1:] else (None,) * 11}
-        constants = {"HEAD": dense[first].rope_head, "ROWS": rows, "BLOCK_C": block}
-        Launch(_fold_kernel, programs, args, constants, device=dense[first].weight.device).run()
+        constants = {"HEAD": linears[first].rope_head, "ROWS": rows, "BLOCK_C": block}
+        Launch(_fold_kernel, programs, args, constants, device=linears[first].weight.device).run()
     return folded

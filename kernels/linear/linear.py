@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from ..matmul.forward_epilogues import BranchOutput, FoldedNorm
 from ..matmul.gradient_epilogues import activation_grad_epilogue, layer_norm_grad_epilogue
 from ..matmul.matmul_launch import Matmul, matmul_launch
 from ..matmul.matmul_policy import matmul_config, residual_config, rows_in_whole_waves
-from ..rotary import QkvSettings
 from .folding import FoldedLinear
 from .scaled_weights import ScaledWeight
 from .split_k import finish_residual_launch
@@ -33,7 +33,7 @@ def run_matmul(matmul: Matmul) -> None:
 
 def layer_norm_linear(
     x: NormInput, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
-    head_step: tuple[QkvSettings, int, int] | None = None, out_part: Tensor | None = None,
+    head_step: tuple[Any, Any, int, int] | None = None, out_part: Tensor | None = None,
     dtype: torch.dtype | None = None, out_scale: Tensor | None = None, saves: bool = False,
 ) -> tuple[Tensor, Tensor, NormInput]:  # fmt: skip
     """Returns act(LayerNorm(x) W^T + b) [M, F], or act(g) u [M, F / 2] if gated (`folding.py` defines g and u).
@@ -41,7 +41,8 @@ def layer_norm_linear(
     Also returns two inputs of the backward, valid only if `saves`: z before the activation, and x with its statistics.
 
     Args:
-        head_step: Norms and rotary embeddings that the epilogue applies to q and k, tokens per image, and head_dim.
+        head_step: Norms and rotary embeddings that the epilogue applies to q and k: the last arguments of
+            `rotary_epilogue`.
         out_part: Output: LayerNorm statistics of the result (`row_parts.py`).
         dtype: Dtype of the result; None means the dtype of `x.source`.
         out_scale: For a result in e4m3: the reciprocal scale, which multiplies the result before rounding, fp32 [1].

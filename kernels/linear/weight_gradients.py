@@ -8,9 +8,8 @@ stores partial sums, from which the second kernel computes the gradients of all 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -209,22 +208,10 @@ def _vector_grad_kernel(
         _branch_columns(branch2, (program - third) * COLS, sums, WEIGHT_COLS, COLS)
 
 
-@dataclass(frozen=True)
-class FoldedMatmul:
-    """Inputs for the gradients of a linear layer after a LayerNorm."""
+class ResidualLinear(NamedTuple):
+    """A linear layer before a residual, and its LayerScale; all tensors are contiguous."""
 
-    part: Tensor  # partial sums of dz~^T x or of dz^T n, fp32 [splits, F, C]
-    column_part: Tensor  # partial sums over M of dz and dz~ * mean, fp32 [sums, 2, F]; or only of dz, [sums, F]
-    linear: NormedLinear  # contiguous
-
-
-@dataclass(frozen=True)
-class ResidualMatmul:
-    """Inputs for the gradients of a linear layer before a residual."""
-
-    part: Tensor  # partial sums of V = dy^T h, fp32 [splits, C, F]
-    grad: Tensor  # dy [M, C]; `grad` and the parameters must be contiguous
-    weight: Tensor
+    weight: Tensor  # [C, F]
     bias: Tensor | None
     scale: Tensor | None
 
@@ -240,12 +227,12 @@ def _like(layer: Any, *names: str) -> SimpleNamespace:
     return SimpleNamespace(**{name: None if one is None else torch.empty_like(one) for name, one in given.items()})
 
 
-def _folded_layer(matmul: FoldedMatmul) -> Layer:
-    linear, sums, (_, F, C) = matmul.linear, matmul.column_part, matmul.part.shape
+def _folded_layer(part: Tensor, sums: Tensor, linear: NormedLinear) -> Layer:
+    _, F, C = part.shape
     found = _like(linear, "weight", "bias", "gamma", "beta", "gate", "gate_bias")
-    vector_part = matmul.part.new_empty(ceil_div(F, ROWS), 2, C)
+    vector_part = part.new_empty(ceil_div(F, ROWS), 2, C)
     arguments = (
-        F, C, matmul.part, *((sums[:, 0], sums[:, 1]) if sums.dim() == 3 else (sums, None)),
+        F, C, part, *((sums[:, 0], sums[:, 1]) if sums.dim() == 3 else (sums, None)),
         linear.weight, linear.gate, linear.gamma, linear.beta,
         found.weight, found.gate, found.bias, found.gate_bias, vector_part,
     )  # fmt: skip
@@ -253,31 +240,37 @@ def _folded_layer(matmul: FoldedMatmul) -> Layer:
     return found, arguments, (C, F, vector_part, found.gamma, found.beta) if has_vectors else _NO_FOLDED[2]
 
 
-def _residual_layer(p: ResidualMatmul) -> Layer:
-    _, C, F = p.part.shape
-    found = _like(p, "weight", "bias", "scale")
-    grad_part = None if p.bias is None else new_column_sums(p.grad)
-    scale_part = None if p.scale is None else p.part.new_empty(ceil_div(F, COLS), C)
-    arguments = (C, F, p.part, p.weight, p.scale, found.weight, scale_part, p.grad, grad_part)
-    vectors = (C, F, grad_part, scale_part, p.bias, p.scale, found.bias, found.scale)
+def _residual_layer(part: Tensor, grad: Tensor, linear: ResidualLinear) -> Layer:
+    (_, C, F), (weight, bias, scale) = part.shape, linear
+    found = _like(linear, *ResidualLinear._fields)
+    grad_part = None if bias is None else new_column_sums(grad)
+    scale_part = None if scale is None else part.new_empty(ceil_div(F, COLS), C)
+    arguments = (C, F, part, weight, scale, found.weight, scale_part, grad, grad_part)
+    vectors = (C, F, grad_part, scale_part, bias, scale, found.bias, found.scale)
     return found, arguments, vectors if grad_part is not None or scale_part is not None else _NO_RESIDUAL[2]
 
 
 def parameter_gradients(
-    folded: Sequence[FoldedMatmul], residual: Sequence[ResidualMatmul]
+    folded: Sequence[tuple[Tensor, Tensor, NormedLinear]], residual: Sequence[tuple[Tensor, Tensor, ResidualLinear]]
 ) -> tuple[list[Any], list[Any]]:
     """Returns the gradients of up to two linear layers after LayerNorms and two before residuals.
 
     Each result has the attributes weight and bias; after a LayerNorm also gamma, beta, gate and gate_bias; before a
     residual also scale. The gradient of an absent parameter is None. All layers must have equal M and number of splits.
+
+    Args:
+        folded: Partial sums of dz~^T x or of dz^T n, fp32 [splits, F, C]; partial sums over M of dz and dz~ * mean,
+            fp32 [sums, 2, F], or only of dz, [sums, F]; and the layer.
+        residual: Partial sums of V = dy^T h, fp32 [splits, C, F]; dy [M, C], contiguous; and the layer.
     """
-    layers, branches = [*map(_folded_layer, folded)], [*map(_residual_layer, residual)]
+    layers = [_folded_layer(*matmul) for matmul in folded]
+    branches = [_residual_layer(*matmul) for matmul in residual]
     (_, layer, norm), (_, layer2, norm2) = [*layers, _NO_FOLDED, _NO_FOLDED][:2]
     (_, branch, vectors), (_, branch2, vectors2) = [*branches, _NO_RESIDUAL, _NO_RESIDUAL][:2]
-    parts = [matmul.part for matmul in folded] + [matmul.part for matmul in residual]
+    parts = [part for part, *_ in (*folded, *residual)]
     splits, device = parts[0].shape[0], parts[0].device
-    sums = [*(matmul.column_part.shape[0] for matmul in folded), 0, 0]
-    summed = [matmul.grad for matmul in residual if matmul.bias is not None]
+    sums = [*(column_part.shape[0] for _, column_part, _ in folded), 0, 0]
+    summed = [grad for _, grad, linear in residual if linear.bias is not None]
     M = summed[0].shape[0] if summed else 0
     programs = sum(ceil_div(part.shape[1], ROWS) * ceil_div(part.shape[2], COLS) for part in parts)
     args = {

@@ -12,7 +12,7 @@ the row scales of an e4m3 weight. Without `row_part`, A is normalized already: m
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,7 +23,7 @@ from ..activations import activate
 from ..launch import decoded, unspecialized
 from ..layer_norm import combine_statistics, merge_next, piece_statistics, store_statistics
 from ..ptx import divided, divided_columns, rounded
-from ..rotary import QkvSettings, normed_pairs, shared_arguments
+from ..rotary import normed_pairs, shared_arguments
 from ..row_parts import PIECE
 from .matmul_launch import Epilogue, MatmulConfig
 from .matmul_tiles import dtype_of, load_sub_tiles, store_tile
@@ -259,17 +259,18 @@ def rotary_epilogue(
     norm: FoldedNorm,
     bias: Tensor,  # fp32 [N]
     scale: Tensor | None,  # fp32 [N]
-    qkv: QkvSettings,  # not `wide`; tables [B or 1, 1, tokens - prefix, head_dim / 2] pass `can_be_read`
+    tensors: Any,  # as in `rotary.py`; tables [B or 1, 1, tokens - prefix, head_dim / 2]
+    qk: Any,  # settings, as in `rotary.py`; not `over` the width
     tokens: int,  # per image
     head_dim: int,
 ) -> Epilogue:
-    rotates, (args, constants) = qkv.norm == "none", shared_arguments(qkv)
+    rotates, (args, constants) = qk.norm == "none", shared_arguments(tensors, qk)
     counts = map(unspecialized, (tokens, args["prefix"] + 1, args["image_rows"] + 1))
-    halves = qkv.tables is not None and qkv.layout != "interleaved"
+    halves = tensors.cos is not None and qk.layout != "interleaved"
     return Epilogue(
         "rotary" if rotates else "qk_norm", rotary, (out,),
-        (*norm, scale, bias, *args["weights"], *(qkv.biases or (None, None)), *args["tables"], qkv.eps, *counts),
-        (_parts(norm.row_part), head_dim, qkv.norm, halves, constants["ROW_STEP"], constants["PAIR_STEP"]),
+        (*norm, scale, bias, *args["weights"], tensors.q_bias, tensors.k_bias, *args["tables"], qk.eps, *counts),
+        (_parts(norm.row_part), head_dim, qk.norm, halves, constants["ROW_STEP"], constants["PAIR_STEP"]),
         instructions=18 if rotates else 29, head=0 if rotates else head_dim,
     )  # fmt: skip
 

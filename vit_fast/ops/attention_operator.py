@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from ..errors import UnsupportedInputError
 from .attention_bias import has_tables, rel_gradients, with_rel
 from .backends import kernel_reasons
 from .descriptions import DTYPES, E4M3, Keys, ScoreTerms
-from .registration import operator, text_of, words_of
+from .registration import operator
 
 if TYPE_CHECKING:
     from ..kernels.attention.attention_launch import AttentionCall
@@ -25,7 +23,6 @@ MAX_HEAD_DIM = 128
 _MAX_GRID = 2**31 - 1
 _SMALLEST_TILE = 32
 _NO_KEYS, _NO_TERMS = Keys(), ScoreTerms()
-_WITH_GRADIENT = ("bias", "rel_h", "rel_w", "scale")
 INPUTS = ("cu_seqlens", "key_mask", *ScoreTerms._fields)  # tensors of attention apart from q, k and v
 
 
@@ -98,17 +95,17 @@ def attention_forward(
 def attention_gradient(
     grad_output: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, keys: Keys, scale: float,
     terms: ScoreTerms | None = None, bias_grad: bool = True,
-) -> tuple[list[Tensor], dict[str, Tensor]]:  # fmt: skip
-    """Returns contiguous gradients of the tensors in the argument `qkv` of `attention_forward`, and those of `terms`.
+) -> dict[str, Tensor]:  # fmt: skip
+    """Returns the gradients of bias (if `bias_grad`), rel_h, rel_w, scale, and contiguous gradients of `qkv`.
 
-    The terms with a gradient are bias (if `bias_grad`), rel_h, rel_w and scale.
+    `qkv` is as in `attention_forward`; its gradients are called q, k and v, or only q.
     """
     from ..kernels.attention import attention
 
     gradients = [tensor.new_empty(tensor.shape) for tensor in qkv]
     q = heads_first(qkv)[0]
     if keys.cu_seqlens is not None and not q.shape[2]:
-        return gradients, {}
+        return dict(zip("qkv", gradients))
     if grad_output.stride(-1) != 1:  # e.g. the gradient of `sum` is an expanded scalar
         grad_output = grad_output.contiguous()
     if out.dim() == 3:
@@ -124,7 +121,7 @@ def attention_gradient(
     for name, grad in of_terms.items():
         term = getattr(terms, name)
         of_terms[name] = grad.sum_to_size(term.shape).to(term.dtype)
-    return gradients, of_terms
+    return dict(zip("qkv", gradients)) | of_terms
 
 
 def _call(qkv: Sequence[Tensor], lse: Tensor, keys: Keys, scale: float, terms: ScoreTerms | None) -> AttentionCall:
@@ -161,39 +158,32 @@ def restored_inputs(tensors: Sequence[Any], max_seqlen: int) -> tuple[Keys, Scor
     return Keys(cu_seqlens, max_seqlen, key_mask), ScoreTerms(*terms) if has_terms else None
 
 
+class _Settings(NamedTuple):
+    max_seqlen: int  # length of the longest packed sequence; 0 without packed sequences
+    scale: float
+    bias_grad: bool  # the bias has a gradient
+
+
 def run_attention(qkv: Sequence[Tensor], keys: Keys | None, scale: float, terms: ScoreTerms | None = None) -> Tensor:
     """Calls the operator; for the arguments and the result, see `attention_forward`."""
-    tensors, names = [*qkv], []
-    if keys is not None or terms is not None:
-        for name, tensor in zip(INPUTS, inputs_of(keys, terms)):
-            if tensor is not None:
-                names.append(name)
-                tensors.append(tensor)
     bias_grad = terms is not None and terms.bias is not None and terms.bias.requires_grad
-    words = text_of(len(qkv), bias_grad, tuple(names))
-    out: Tensor = _kernel(tensors, 0 if keys is None else keys.max_seqlen, scale, words)[0]
+    tensors: Sequence[Tensor | None] = qkv if len(qkv) == 3 else (qkv[0], None, None)
+    if keys is not None or terms is not None:
+        tensors = (*tensors, *inputs_of(keys, terms))
+    out: Tensor = _kernel(tensors, _Settings(0 if keys is None else keys.max_seqlen, scale, bias_grad))[0]
     return out
 
 
-def _unpacked(tensors: Sequence[Any], max_seqlen: int, scale: float, words: str) -> tuple[Any, ...]:
-    """Returns qkv, keys, scale, terms and bias_grad."""
-    count, bias_grad, names = words_of(words)
-    given = dict(zip(names, tensors[count:], strict=True))
-    keys, terms = restored_inputs([given.get(name) for name in INPUTS], max_seqlen)
-    return tensors[:count], keys, scale, terms, bias_grad
+def _read(tensors: Sequence[Any], s: _Settings) -> tuple[Any, ...]:
+    """Returns the arguments of `attention_forward`."""
+    qkv = [tensor for tensor in tensors[:3] if tensor is not None]
+    keys, terms = restored_inputs(tensors[3:], s.max_seqlen)
+    return qkv, keys, s.scale, terms
 
 
-def _gradient(grad_output: Tensor, tensors: Sequence[Tensor], out: Tensor, lse: Tensor, *rest: Any) -> list[Tensor]:
-    qkv, *common = _unpacked(tensors, *rest)
-    gradients, of_terms = attention_gradient(grad_output, qkv, out, lse, *common)
-    return gradients + [of_terms[name] for name in _WITH_GRADIENT if name in of_terms]
-
-
-@functools.lru_cache(4096)
-def _have_gradients(words: str) -> list[bool]:
-    """Returns for each tensor of the operator if it has a gradient."""
-    count, bias_grad, names = words_of(words)
-    return [True] * count + [name in _WITH_GRADIENT[not bias_grad :] for name in names]
+def _gradient(grad_output: Tensor, tensors: Sequence[Any], outputs: Sequence[Any], s: _Settings) -> dict[str, Tensor]:
+    (qkv, keys, scale, terms), (out, lse) = _read(tensors, s), outputs
+    return attention_gradient(grad_output, qkv, out, lse, keys, scale, terms, s.bias_grad)
 
 
 def attention_flop(queries: int, keys: int, terms: Any) -> tuple[int, int]:
@@ -204,32 +194,15 @@ def attention_flop(queries: int, keys: int, terms: Any) -> tuple[int, int]:
     return flop + rel, flop * 5 // 2 + 3 * rel  # the backward computes the scores, and values of rel, again
 
 
-def _flop(tensors: Any, max_seqlen: int, scale: float, words: str) -> tuple[int, int]:
-    """Returns the FLOPs of forward and backward; `tensors` are shapes. Assumes max_seqlen keys per packed query."""
-    qkv, keys, _, terms, _ = _unpacked(tensors, max_seqlen, scale, words)
-    if keys.cu_seqlens is None:
-        max_seqlen = qkv[0][1] if len(qkv) == 1 else qkv[1][2]
-    return attention_flop(math.prod(qkv[0]) // (3 if len(qkv) == 1 else 1), max_seqlen, terms)
+def _flop(shapes: Sequence[Any], s: _Settings) -> tuple[int, int]:
+    """Assumes max_seqlen keys per packed query."""
+    qkv, keys, _, terms = _read(shapes, s)
+    tokens = s.max_seqlen if keys.cu_seqlens is not None else qkv[0][1] if len(qkv) == 1 else qkv[1][2]
+    return attention_flop(math.prod(qkv[0]) // (3 if len(qkv) == 1 else 1), tokens, terms)
 
 
-def _backward(grad_output: Tensor, saved: Sequence[Tensor], rest: Any) -> Sequence[Tensor | None]:
-    out, lse, *tensors = saved
-    gradients = iter(_backward_kernel(grad_output, tensors, out, lse, *rest))
-    return [next(gradients) if has_gradient else None for has_gradient in _have_gradients(rest[-1])]
-
-
-_SETTINGS = "SymInt max_seqlen, float scale, str words"
 _kernel = operator(
-    "attention", f"(Tensor[] tensors, {_SETTINGS}) -> (Tensor, Tensor)",
-    lambda *args: attention_forward(*_unpacked(*args)[:-1]), what="attention",
-    fake=lambda *args: _new_output(_unpacked(*args)[0])[::2], flop=lambda *args: _flop(*args)[0],
-    save=lambda args, output: ((*output, *args[0]), args[1:]), backward=_backward,
-)  # fmt: skip
-_backward_kernel = operator(
-    "attention_backward", f"(Tensor grad_output, Tensor[] tensors, Tensor out, Tensor lse, {_SETTINGS}) -> Tensor[]",
-    _gradient, what="attention",
-    fake=lambda _, tensors, out, lse, *rest: [
-        tensor.new_empty(tensor.shape) for tensor in itertools.compress(tensors, _have_gradients(rest[-1]))
-    ],
-    flop=lambda _, tensors, out, lse, *rest: _flop(tensors, *rest)[1],
+    "attention", ("q", "k", "v", *INPUTS), _Settings, lambda tensors, s: attention_forward(*_read(tensors, s)),
+    _gradient, what="attention", fake=lambda tensors, s: _new_output(_read(tensors, s)[0])[::2], flop=_flop,
+    with_gradient=lambda s: ("q", "k", "v", "rel_h", "rel_w", "scale", *(("bias",) if s.bias_grad else ())),
 )  # fmt: skip

@@ -20,11 +20,20 @@ from torch import Tensor
 
 from ..errors import UnsupportedInputError
 from ..kernels.row_parts import row_parts
-from . import block_backward
 from .attention_bias import checked_terms
 from .attention_operator import attention_forward, inputs_of
 from .backends import fp8_reasons, kernel_reasons
-from .block_backward import SETTINGS, BlockSettings, block_backward_kernel, normed_linears, tensors_of
+from .block_backward import (
+    NAMES,
+    WITH_GRADIENT,
+    BlockSettings,
+    block_flop,
+    block_gradient,
+    normed_linears,
+    residual_linears,
+    saved_names,
+    tensors_of,
+)
 from .descriptions import (
     DTYPES,
     E4M3,
@@ -40,7 +49,7 @@ from .descriptions import (
     check_qk_norm,
     checked_rope,
 )
-from .registration import matmul_dtype, needs_gradient, operator, text_of
+from .registration import matmul_dtype, needs_gradient, operator
 from .rotary import QkSettings, QkTensors, operator_arguments, qkv_step
 
 if TYPE_CHECKING:
@@ -111,36 +120,27 @@ def fused_block(
     if next_factor is not None and (inner_norm is not None or tensors.fc1_weight is None):
         got = "inner_norm" if inner_norm is not None else "no MLP half"
         raise ValueError(f"next_factor must be None with inner_norm or without the MLP half, got a tensor with {got}")
-    device = x.device
-    flat: list[Tensor] = []
-    present: list[int] = []
-    for number, tensor in enumerate((*tensors, *of_qk, *attended, x8, next_factor)):  # faster than a comprehension
-        if tensor is None:
-            continue
-        if tensor.device != device:  # raise an error before torch dispatches to one of the devices
-            _require_supported(tensors, x, dtype)
-        flat.append(tensor)
-        present.append(number)
-    saves = needs_gradient(x, *flat)
+    given = (x, *tensors, *of_qk, *attended, statistics, x8, next_factor)
+    saves = needs_gradient(*given)
     if saves and (tensors.qkv_sum is not None or tensors.fc1_sum is not None):
         reason = "folded weights have no gradients: pass the parameters, or use torch.no_grad()"
         raise UnsupportedInputError("a block of folded weights with gradients enabled", [reason])
     inner, inner_eps = inner_norm or ("none", 0.0)
-    words = text_of(
-        norm, activation, qk.norm, qk.over, qk.layout, inner, residual, emit_statistics, saves, dtype, tuple(present)
-    )  # fmt: skip
     scale = 1.0 if attention_scale is None else attention_scale
-    outputs = block_kernel(x, statistics, flat, heads, scale, qk.prefix, max_seqlen, *eps, qk.eps, inner_eps, words)
+    settings = BlockSettings(
+        heads, scale, qk.prefix, max_seqlen, *eps, qk.eps, inner_eps, norm, activation, qk.norm, qk.over, qk.layout,
+        inner, residual, emit_statistics, saves, dtype,
+    )  # fmt: skip
+    outputs = _kernel(given, settings)
     y8 = None if next_factor is None else outputs[1 + emit_statistics]
     return outputs[0], outputs[1] if emit_statistics else None, y8
 
 
-def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
+def _block_forward(tensors: Sequence[Any], s: BlockSettings) -> list[Tensor]:
     """Returns the output; if requested, also its LayerNorm statistics, its e4m3 copy and tensors for the backward."""
     from ..kernels.linear import linear, scaled_weights
 
-    s = BlockSettings.read(settings)
-    t, qk, keys, terms, x8, next_factor = tensors_of(tensors, s)
+    x, t, qk, keys, terms, statistics, x8, next_factor = tensors_of(tensors, s)
     _require_supported(t, x, s.dtype)
     saved: dict[str, Any] = {}
     tokens, step = as_matrix(x), None
@@ -149,9 +149,7 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
         norm_dtype = None if s.saves or t.is_fp8 else s.dtype
         step = qkv_step(qk, s.qk, x.shape[-2], head_dim, t.qkv_sum is not None, norm_dtype)
     folded = _folded(t, 0 if step is None else step.rope_head, s)
-    weights = {} if t.proj_weight is None else {"proj": t.proj_weight}
-    if t.fc2_weight is not None and s.inner_norm == "none":
-        weights["fc2"] = t.fc2_weight
+    weights = {name: layer.weight for name, layer in residual_linears(t, folded).items()}
     wide = {name: weight for name, weight in weights.items() if weight.dtype != E4M3}
     weights |= dict(zip(wide, scaled_weights.in_dtype(s.dtype, *wide.values())))  # at most one launch for all
     y, emitted = tokens, statistics
@@ -178,7 +176,7 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
         y, emitted, y8 = output.out, output.out_part, output.out8
     outputs = [y.view(x.shape), *([] if emitted is None or not s.next_statistics else [emitted])]
     outputs += [] if next_factor is None or y8 is None else [y8.view(x.shape)]
-    return outputs + [saved[name] for name in _new_names(x, s)]
+    return outputs + [saved[name] for name in _new_names(x, t, s)]
 
 
 def _branch_output(
@@ -305,18 +303,16 @@ def _folded(t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]
     return folded
 
 
-def _new_names(x: Tensor, s: BlockSettings) -> list[str]:
+def _new_names(x: Tensor, t: BlockTensors, s: BlockSettings) -> list[str]:
     """Returns the names of the saved tensors that the operator returns.
 
     If x is in half precision, the first saved tensor, the input of the first norm, is x itself and is omitted.
     """
-    names = block_backward.saved_names(s) if s.saves else []
-    return names[1:] if names and x.dtype != torch.float32 else names
+    return saved_names(t, s)[x.dtype != torch.float32 :] if s.saves else []
 
 
-def _fake(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    s = BlockSettings.read(settings)
-    t, *_, next_factor = tensors_of(tensors, s)
+def _fake(tensors: Sequence[Any], s: BlockSettings) -> list[Tensor]:
+    x, t, *_, next_factor = tensors_of(tensors, s)
     M, C, fp32 = x.numel() // max(x.shape[-1], 1), x.shape[-1], x.dtype == torch.float32
     dtype = _output_dtype(x.dtype, t, s)
     outputs = [x.new_empty(x.shape, dtype=dtype)]
@@ -338,31 +334,17 @@ def _fake(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *sett
     if t.fc1_weight is not None:
         saved["z"] = x.new_empty((M, t.fc1_weight.shape[0] * (1 if t.gate_weight is None else 2)), dtype=s.dtype)
         saved["branch"], saved["hidden"] = x.new_empty((M, C), dtype=dtype), x.new_empty((2, M), dtype=torch.float32)
-    return outputs + [saved[name] for name in _new_names(x, s)]
+    return outputs + [saved[name] for name in _new_names(x, t, s)]
 
 
-def _save(args: Sequence[Any], output: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Any]:
-    x, _, tensors, *rest = args
-    s = BlockSettings.read(rest)
-    new = output[len(output) - len(_new_names(x, s)) :]
-    return (*(() if x.dtype == torch.float32 else (x,)), *new, *tensors), rest
+def _saved(tensors: Sequence[Any], outputs: Sequence[Tensor], s: BlockSettings) -> Sequence[Any]:
+    x, t, *_ = tensors_of(tensors, s)
+    new = outputs[len(outputs) - len(_new_names(x, t, s)) :]
+    return None if x.dtype == torch.float32 else x, *tensors[1:-3], None, None, None, *new
 
 
-def _backward(grad_output: Tensor, saved: Sequence[Tensor], rest: Any) -> Sequence[Tensor | None]:
-    dx, *gradients = block_backward_kernel(grad_output, list(saved), *rest)
-    remaining = iter(gradients)
-    return (
-        dx,
-        None,
-        *(next(remaining) if name else None for name in block_backward.gradient_names(BlockSettings.read(rest))),
-    )
-
-
-def _flop(x: Any, statistics: Any, tensors: Any, *settings: Any) -> int:
-    return block_backward.block_flop(x, tensors, BlockSettings.read(settings))[0]
-
-
-block_kernel = operator(
-    "block", f"(Tensor x, Tensor? statistics, Tensor[] tensors, {SETTINGS}) -> Tensor[]", _block_forward,
-    what="a block or layer_norm_mlp", fake=_fake, flop=_flop, save=_save, backward=_backward, cached=2,
+_kernel = operator(
+    "block", NAMES, BlockSettings, _block_forward, block_gradient, what="a block or layer_norm_mlp", fake=_fake,
+    flop=block_flop, with_gradient=lambda s: WITH_GRADIENT, saved=_saved,
+    unsaved_dtype=torch.float32, cached=1,
 )  # fmt: skip

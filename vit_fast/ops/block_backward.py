@@ -1,9 +1,9 @@
-"""`vit_fast::block_backward`, the backward of `vit_fast::block`, and the settings of the two operators."""
+"""The backward of `vit_fast::block`, its tensors and its settings."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from .attention_operator import INPUTS, attention_flop, attention_gradient, restored_inputs
-from .descriptions import BlockTensors, Keys, ScoreTerms, as_matrix
-from .registration import operator, words_of
+from .descriptions import BlockTensors, as_matrix
 from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
 
 if TYPE_CHECKING:
     from ..kernels.linear.folding import NormedLinear
-    from ..kernels.linear.scaled_weights import ScaledWeight
+    from ..kernels.linear.weight_gradients import ResidualLinear
 
 
 class BlockSettings(NamedTuple):
-    """Non-tensor arguments of the block operators: eight numbers, then values that `registration.text_of` encodes."""
+    """Non-tensor arguments of the block operators."""
 
     heads: int
     scale: float  # multiplier of q k^T
@@ -41,51 +40,32 @@ class BlockSettings(NamedTuple):
     next_statistics: bool
     saves: bool  # True to return the tensors that the backward needs
     matmul_dtype: Any  # such as "torch.float16"
-    present: Sequence[int] = ()  # index in `_NAMES` of each tensor in the operator's list
-
-    @classmethod
-    def read(cls, flat: Sequence[Any]) -> BlockSettings:
-        """Restores the settings from operator arguments: eight numbers and a string from `registration.text_of`."""
-        return cls(*flat[:8], *words_of(flat[8]))
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.matmul_dtype.removeprefix("torch."))
+        dtype: torch.dtype = getattr(torch, str(self.matmul_dtype).removeprefix("torch."))
         return dtype
 
     @property
     def qk(self) -> QkSettings:
-        return QkSettings(self.qk_norm, self.qk_eps, self.over, self.layout, self.prefix)
+        return QkSettings(self.qk_eps, self.prefix, self.qk_norm, self.over, self.layout)
 
 
-SETTINGS = (
-    "SymInt heads, float scale, SymInt prefix, SymInt max_seqlen, float eps1, float eps2, float qk_eps, "
-    "float inner_eps, str words"
+NAMES = ("x", *BlockTensors._fields, *QkTensors._fields, *INPUTS, "statistics", "x8", "next_factor")
+_QK, _INPUTS = NAMES.index("q_weight"), NAMES.index(INPUTS[0])
+WITH_GRADIENT = set(NAMES[:-3]).difference(
+    ("qkv_sum", "fc1_sum", "fc2_sum", "cos", "sin", "cu_seqlens", "key_mask", "window_mask", "groups")
 )
-"""Schema of the operator arguments from which `BlockSettings.read` restores the settings."""
 
 
-_NAMES = (*BlockTensors._fields, *QkTensors._fields, *INPUTS, "x8", "next_factor")
-_QK, _INPUTS = len(BlockTensors._fields), len(BlockTensors._fields + QkTensors._fields)  # where these start in _NAMES
-_QKV, _FC1 = _NAMES.index("qkv_weight"), _NAMES.index("fc1_weight")
-_CONSTANT = {"qkv_sum", "fc1_sum", "fc2_sum", "cos", "sin", "cu_seqlens", "key_mask", "window_mask", "groups"}
+def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, ...]:
+    """Groups the tensors that `NAMES` names: x, parameters, qk-norm and rope, keys, terms, and the last three."""
+    keys, terms = restored_inputs(tensors[_INPUTS:-3], s.max_seqlen)
+    t, qk = BlockTensors._make(tensors[1:_QK]), QkTensors._make(tensors[_QK:_INPUTS])
+    return tensors[0], t, qk, keys, terms, *tensors[-3:]
 
 
-def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors, Keys, ScoreTerms | None, Any, Any]:
-    """Converts an operator's tensor list to the arguments of `fused_block`, in the order of `_NAMES`."""
-    fields: list[Any] = [None] * len(_NAMES)
-    for number, tensor in zip(s.present, tensors, strict=True):
-        fields[number] = tensor
-    keys, terms = restored_inputs(fields[_INPUTS:-2], s.max_seqlen)
-    return BlockTensors._make(fields[:_QK]), QkTensors._make(fields[_QK:_INPUTS]), keys, terms, *fields[-2:]
-
-
-def gradient_names(s: BlockSettings) -> list[str]:
-    """Returns the name of each tensor in the operator's list, or "" for a tensor that has no gradient."""
-    return ["" if (name := _NAMES[number]) in _CONSTANT else name for number in s.present]
-
-
-def saved_names(s: BlockSettings) -> list[str]:
+def saved_names(t: BlockTensors, s: BlockSettings) -> list[str]:
     """Returns the names of the tensors that the forward saves for the backward. M is the number of tokens.
 
     norm1_input, statistics1: Input of norm1, and its mean and reciprocal standard deviation (rstd), fp32 [2, M]. For
@@ -98,44 +78,77 @@ def saved_names(s: BlockSettings) -> list[str]:
     hidden: With a norm before fc2: mean and rstd of the input of this norm, fp32 [2, M].
     """
     names = []
-    if _QKV in s.present:
+    if t.qkv_weight is not None:
         names = ["norm1_input", "statistics1", "qkv", "mixed", "lse", *(["before_norm"] if s.qk_norm != "none" else [])]
-    if _FC1 in s.present:
+    if t.fc1_weight is not None:
         names += ["norm2_input", "statistics2", "z", *(["branch", "hidden"] if s.inner_norm != "none" else [])]
     return names
+
+
+# The fields of `BlockTensors` that form a `NormedLinear` or a `ResidualLinear` of kernels/linear/.
+_NORMED = {
+    "qkv": {"weight": "qkv_weight", "bias": "qkv_bias", "gamma": "norm1_weight", "beta": "norm1_bias"},
+    "fc1": {
+        "weight": "fc1_weight", "bias": "fc1_bias", "gamma": "norm2_weight", "beta": "norm2_bias",
+        "gate": "gate_weight", "gate_bias": "gate_bias",
+    },
+    "fc2": {"weight": "fc2_weight", "bias": "fc2_bias", "gamma": "inner_weight", "beta": "inner_bias"},
+}  # fmt: skip
+RESIDUAL = {
+    "proj": {"weight": "proj_weight", "bias": "proj_bias", "scale": "scale1"},
+    "fc2": {"weight": "fc2_weight", "bias": "fc2_bias", "scale": "scale2"},
+}
+
+
+def _layers(t: Any, fields: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
+    """Returns the contiguous parameters of the layers that are present."""
+    found = {}
+    for name, by_key in fields.items():
+        if getattr(t, by_key["weight"]) is not None:
+            given = {key: getattr(t, field) for key, field in by_key.items()}
+            found[name] = {key: tensor if tensor is None else tensor.contiguous() for key, tensor in given.items()}
+    return found
 
 
 def normed_linears(t: Any, norm: str, inner_norm: str, rope_head: int = 0) -> dict[str, NormedLinear]:
     """Returns the linear layers that follow a norm: qkv, fc1 and, with an inner norm, fc2. `rope_head`: see `fold`."""
     from ..kernels.linear.folding import NormedLinear
 
-    linears, rms = {}, norm != "layer_norm"
-    if t.qkv_weight is not None:
-        linears["qkv"] = NormedLinear(t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, rms, rope_head=rope_head)
-    if t.fc1_weight is not None:
-        linears["fc1"] = NormedLinear(
-            t.fc1_weight, t.fc1_bias, t.norm2_weight, t.norm2_bias, rms, t.gate_weight, t.gate_bias
-        )
-        if inner_norm != "none":
-            linears["fc2"] = NormedLinear(
-                t.fc2_weight, t.fc2_bias, t.inner_weight, t.inner_bias, inner_norm == "rms_norm"
-            )
-    return linears
+    layers, kinds = _layers(t, _NORMED), {"qkv": norm, "fc1": norm, "fc2": inner_norm}
+    if inner_norm == "none":
+        layers.pop("fc2", None)
+    heads = {"qkv": rope_head}
+    return {
+        name: NormedLinear(**layer, rms=kinds[name] != "layer_norm", rope_head=heads.get(name, 0))
+        for name, layer in layers.items()
+    }
 
 
-def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Returns gradients of x and parameters. `tensors` contains the saved tensors, then the forward's tensor list."""
+def residual_linears(t: Any, normed: Collection[str]) -> dict[str, ResidualLinear]:
+    """Returns the linear layers before a residual that do not follow a norm: proj and, if not in `normed`, fc2."""
+    from ..kernels.linear.weight_gradients import ResidualLinear
+
+    return {name: ResidualLinear(**layer) for name, layer in _layers(t, RESIDUAL).items() if name not in normed}
+
+
+def block_gradient(
+    grad_output: Tensor, tensors: Sequence[Any], outputs: Sequence[Tensor], s: BlockSettings
+) -> dict[str, Any]:
+    """Returns gradients of x and parameters. `outputs` are the saved tensors, without x, which is None if not saved."""
     from ..kernels.layer_norm import NormInput
     from ..kernels.linear import folding, hidden_norm, linear, scaled_weights, weight_matmuls
     from ..kernels.linear.gradients import layer_norm_gradient
+    from ..kernels.linear.weight_gradients import parameter_gradients
 
-    s = BlockSettings.read(settings)
-    names = saved_names(s)
-    saved = SimpleNamespace(**({"before_norm": None, "hidden": None} | dict(zip(names, tensors))))
-    t, qk, keys, terms, *_ = tensors_of(tensors[len(names) :], s)
-    linears = {name: layer.contiguous() for name, layer in normed_linears(t, s.norm, s.inner_norm).items()}
-    inner = linears.get("fc2")  # None without a norm before fc2
-    scaled = _scaled_weights(t, linears, s.dtype)
+    x, t, qk, keys, terms, *_ = tensors_of(tensors, s)
+    kept = zip(saved_names(t, s), outputs if x is None else (x, *outputs))
+    saved = SimpleNamespace(**({"before_norm": None, "hidden": None} | dict(kept)))
+    linears = normed_linears(t, s.norm, s.inner_norm)
+    inner, branches = linears.get("fc2"), residual_linears(t, linears)  # inner: None without a norm before fc2
+    operands = {name: (layer.weight, layer.scale) for name, layer in branches.items()}
+    if "qkv" in linears:
+        operands = {"proj": operands.pop("proj"), "qkv": (linears["qkv"].weight, None)} | operands
+    scaled = dict(zip(operands, scaled_weights.scaled_weights(list(operands.values()), s.dtype)))
     stream, narrow, norm_sums, along = as_matrix(grad_output), None, None, None
     sums: dict[str, Tensor] = {}
     gradients: dict[str, Any] = {}
@@ -167,8 +180,8 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     if t.qkv_weight is not None:
         d_proj = stream.to(s.dtype) if narrow is None else narrow
         d_mixed = linear.matmul_gradient(d_proj, scaled["proj"]).view(saved.mixed.shape)
-        (d_packed,), of_terms = attention_gradient(d_mixed, [saved.qkv], saved.mixed, saved.lse, keys, s.scale, terms)
-        gradients |= of_terms
+        gradients |= attention_gradient(d_mixed, [saved.qkv], saved.mixed, saved.lse, keys, s.scale, terms)
+        d_packed = gradients.pop("q")
         step = qkv_step(qk, s.qk, saved.qkv.shape[1], saved.qkv.shape[-1], False)
         norm_sums = step.backward(d_packed, saved.before_norm)
         norm_input = NormInput(as_matrix(saved.norm1_input), saved.statistics1)
@@ -179,56 +192,23 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         )
         pairs = {"qkv": (d_qkv, normalized), "proj": (d_proj, as_matrix(saved.mixed.flatten(2))), **pairs}
     parts = dict(zip(pairs, weight_matmuls.weight_matmuls(*pairs.values())))
-    gradients |= _parameter_gradients(t, linears, sums, parts, pairs) | norm_gradients(norm_sums, qk)
-    return [stream.view(grad_output.shape), *(gradients[name] for name in gradient_names(s) if name)]
-
-
-def _scaled_weights(t: BlockTensors, linears: dict[str, NormedLinear], dtype: torch.dtype) -> dict[str, ScaledWeight]:
-    """Returns the weights that gradients are multiplied by, times LayerScale; not fc2 if it follows a norm."""
-    from ..kernels.linear.scaled_weights import scaled_weights
-
-    weights: dict[str, tuple[Tensor, Tensor | None]] = {}
-    if t.qkv_weight is not None:
-        weights = {"proj": (t.proj_weight.contiguous(), t.scale1), "qkv": (linears["qkv"].weight, None)}
-    if t.fc1_weight is not None and "fc2" not in linears:
-        weights["fc2"] = t.fc2_weight.contiguous(), t.scale2
-    return dict(zip(weights, scaled_weights(list(weights.values()), dtype)))
-
-
-def _parameter_gradients(
-    t: BlockTensors, linears: dict[str, NormedLinear], sums: dict[str, Tensor], parts: dict[str, Tensor],
-    pairs: dict[str, tuple[Tensor, Tensor]],
-) -> dict[str, Any]:  # fmt: skip
-    """Returns parameter gradients by name, without those of qk-norm. `linears` is the result of `normed_linears`."""
-    from ..kernels.linear.weight_gradients import FoldedMatmul, ResidualMatmul, parameter_gradients
-
-    matmuls = [FoldedMatmul(parts[name], sums[name], layer) for name, layer in linears.items()]
-    branches = {}
-    for name, weight, bias, layer_scale in (
-        ("proj", t.proj_weight, t.proj_bias, t.scale1), ("fc2", t.fc2_weight, t.fc2_bias, t.scale2),
-    ):  # fmt: skip
-        if name in parts and name not in linears:
-            vectors = (vector if vector is None else vector.contiguous() for vector in (bias, layer_scale))
-            branches[name] = ResidualMatmul(parts[name], pairs[name][0], weight.contiguous(), *vectors)
-    of_folded, of_branches = parameter_gradients(matmuls[:2], list(branches.values()))
-    if matmuls[2:]:  # the kernel supports at most two folded layers
-        of_folded += parameter_gradients(matmuls[2:], [])[0]
-    gradients: dict[str, Any] = {}
-    for name, of in zip(linears, of_folded):
-        norm = {"qkv": "norm1", "fc1": "norm2", "fc2": "inner"}[name]
-        gradients |= {f"{name}_weight": of.weight, f"{name}_bias": of.bias}
-        gradients |= {f"{norm}_weight": of.gamma, f"{norm}_bias": of.beta}
-        if name == "fc1":
-            gradients |= {"gate_weight": of.gate, "gate_bias": of.gate_bias}
-    for name, branch in zip(branches, of_branches):
-        of_scale = "scale1" if name == "proj" else "scale2"
-        gradients |= {f"{name}_weight": branch.weight, f"{name}_bias": branch.bias, of_scale: branch.scale}
+    matmuls = [(parts[name], sums[name], layer) for name, layer in linears.items()]
+    of_normed, of_branches = parameter_gradients(
+        matmuls[:2], [(parts[name], pairs[name][0], layer) for name, layer in branches.items()]
+    )
+    if matmuls[2:]:  # the kernel supports at most two layers after norms
+        of_normed += parameter_gradients(matmuls[2:], [])[0]
+    for fields, names, found in ((_NORMED, linears, of_normed), (RESIDUAL, branches, of_branches)):
+        for name, of in zip(names, found):
+            gradients |= {field: getattr(of, key) for key, field in fields[name].items()}
+    gradients |= norm_gradients(norm_sums, qk)
+    gradients["x"] = stream.view(grad_output.shape).to(stream.dtype if x is None else x.dtype)
     return gradients
 
 
-def block_flop(x: Sequence[int], tensors: Sequence[Any], s: BlockSettings) -> tuple[int, int]:
-    """Returns the FLOPs of forward and backward. Takes shapes in place of tensors."""
-    t, _, keys, terms, *_ = tensors_of(tensors, s)
+def block_flop(shapes: Sequence[Any], s: BlockSettings) -> tuple[int, int]:
+    """Returns the FLOPs of forward and backward."""
+    x, t, _, keys, terms, *_ = tensors_of(shapes, s)
     tokens, width, matmuls, attention = math.prod(map(int, x[:-1])), int(x[-1]), 0, (0, 0)
     if t.qkv_weight is not None:
         inner = int(t.qkv_weight[0]) // 3
@@ -239,22 +219,3 @@ def block_flop(x: Sequence[int], tensors: Sequence[Any], s: BlockSettings) -> tu
         gated = t.gate_weight is not None or int(t.fc1_weight[0]) != hidden
         matmuls += (6 if gated else 4) * tokens * width * hidden
     return matmuls + attention[0], 2 * matmuls + attention[1]
-
-
-def _fake(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    s = BlockSettings.read(settings)
-    rows, statistics = tensors[:2]
-    dx = rows.new_empty(grad_output.shape, dtype=torch.float32 if statistics.shape[0] == 1 else rows.dtype)
-    parameters = zip(gradient_names(s), tensors[len(saved_names(s)) :], strict=True)
-    return [dx, *(parameter.new_empty(parameter.shape) for name, parameter in parameters if name)]
-
-
-def _flop(grad_output: Any, tensors: Any, *settings: Any) -> int:
-    s = BlockSettings.read(settings)
-    return block_flop(grad_output, tensors[len(saved_names(s)) :], s)[1]
-
-
-block_backward_kernel = operator(
-    "block_backward", f"(Tensor grad_output, Tensor[] tensors, {SETTINGS}) -> Tensor[]", _block_gradient,
-    what="a block or layer_norm_mlp", fake=_fake, flop=_flop,
-)  # fmt: skip

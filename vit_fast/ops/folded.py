@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from . import reference
 from .backends import fp8_reasons
-from .block_backward import normed_linears
+from .block_backward import RESIDUAL, normed_linears, residual_linears
 from .descriptions import E4M3, BlockScales, BlockTensors
 
 if TYPE_CHECKING:
@@ -62,20 +62,15 @@ def fold(
             if part["sum"] is None:  # RMSNorm
                 part["sum"] = folded.shift.new_empty(0)
             new |= {f"{name}_{key}": tensor for key, tensor in part.items()} | {f"{name}_bias": folded.shift}
-        for name, weight, bias, of_scale in (
-            ("proj", t.proj_weight, t.proj_bias, "scale1"), ("fc2", t.fc2_weight, t.fc2_bias, "scale2"),
-        ):  # fmt: skip
-            if name in linears or weight is None:
-                continue
+        for name, layer in residual_linears(t, linears).items():
             if (scale := scale_of[name]) is None:
-                new[f"{name}_weight"] = weight.to(dtype).contiguous()
+                new[f"{name}_weight"] = layer.weight.to(dtype)
                 continue
             # the kernel computes layer_scale * rows * (a8 W8^T + bias / rows), with a8 = input / scale in e4m3
-            values, rows = reference.fp8_weight(weight, scale)
-            layer_scale = getattr(t, of_scale)
+            values, rows = reference.fp8_weight(layer.weight, scale)
             new |= {f"{name}_weight": values.to(E4M3), f"{name}_factor": scale.reciprocal().reshape(1)}
-            new[f"{name}_bias"] = None if bias is None else bias.float() / rows
-            new[of_scale] = rows if layer_scale is None else rows * layer_scale.float()
+            new[f"{name}_bias"] = None if layer.bias is None else layer.bias.float() / rows
+            new[RESIDUAL[name]["scale"]] = rows if layer.scale is None else rows * layer.scale.float()
         return t._replace(**new)
 
 

@@ -1,11 +1,12 @@
-"""Registers operators with torch: schema, implementation, fake kernel, FLOP formula and, for a forward, the backward.
+"""Registers operators with torch: schema, implementation, fake kernel, FLOP formula and backward.
+
+All operators have the schema (Tensor[] tensors, ..., str words) -> Tensor[]. `tensors` are the present tensors. The
+numbers of the settings follow, which torch.compile may replace by SymInts. `words` encodes the other settings, and the
+positions of the present tensors (`text_of`).
 
 Calls need less host time than with `torch.library.custom_op`, because `dispatch` usually calls the implementation
 directly. The implementation runs through a launch plan (`kernels/plan.py`): later calls with the same signature usually
 replay the recorded launches.
-
-`text_of` encodes constant arguments of an operator as one string argument. Numbers that torch.compile may replace by
-SymInts must stay separate arguments of the operator.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import json
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -42,99 +43,164 @@ def constant_to_compiler(function: Function) -> Function:
     return function
 
 
+Tensors = Sequence[Any]  # with None for absent tensors; in FLOP formulas, shapes replace the tensors
+_NUMBERS = {int: "SymInt", float: "float"}
+
+
 def operator(
-    name: str, schema: str, function: Callable[..., Any], *, what: str, fake: Callable[..., Any],
-    flop: Callable[..., int], save: Callable[..., Any] | None = None, backward: Callable[..., Any] | None = None,
-    cached: int | None = None,
-) -> Callable[..., Any]:  # fmt: skip
-    """Registers a function as the operator vit_fast::name for every device; returns a function that calls the operator.
+    name: str, names: Sequence[str], settings: type[Any], forward: Callable[[Tensors, Any], Sequence[Tensor]],
+    backward: Callable[[Tensor, Tensors, Tensors, Any], dict[str, Any]], *, what: str,
+    fake: Callable[[Tensors, Any], Sequence[Tensor]], flop: Callable[[Tensors, Any], tuple[int, int]],
+    with_gradient: Callable[[Any], Collection[str]],
+    saved: Callable[[Tensors, Tensors, Any], Tensors] = lambda tensors, outputs, s: (*tensors, *outputs),
+    unsaved_dtype: torch.dtype | None = None, cached: int | None = None,
+) -> Callable[[Tensors, Any], Sequence[Tensor]]:  # fmt: skip
+    """Registers vit_fast::name and vit_fast::name_backward for every device; returns a function that calls the first.
+
+    The returned function, and the functions below, take tensors and settings `s`. They must not change arguments, and
+    no output may share memory with a tensor. Only the first output of vit_fast::name is differentiable.
 
     Args:
-        schema: Arguments and outputs in torch's notation, with at most one list of tensors as an argument.
-        function: The implementation. Must not change its arguments; no output may share memory with an argument.
+        names: Names of the tensors. The first tensor is always present.
+        settings: Type of `s`, a NamedTuple. Its numbers come first, and become arguments of the operators.
+        forward: (tensors, s) -> outputs.
+        backward: (grad_output, tensors, outputs, s) -> gradients by name. Gets the tensors and outputs from `saved`.
         what: Name of the operator in error messages.
-        fake: Returns empty outputs with the shapes, strides and dtypes of the real outputs.
-        flop: Returns the number of FLOPs from the arguments, with shapes in place of tensors.
-        save: Maps the list of arguments and the outputs to a pair: tensors and other values that `backward` needs.
-        backward: Takes the gradient of the first output, and both parts of the pair from `save`. Returns a gradient or
-            None per argument, in order. It may omit arguments at the end, which then have no gradient. If an argument
-            is a list of tensors, each of them counts as one argument. Only the first output is differentiable. If
-            backward is None, differentiating the operator raises an error.
-        cached: Position of an argument that may be a cached weight, counted as for `backward`. Every call, also in a
-            compiled graph, looks up the address of this argument in `CACHED`. If the cached weights are outdated, the
-            call updates them.
+        fake: (tensors, s) -> empty outputs with the shapes, strides and dtypes of the real outputs.
+        flop: (shapes, s) -> FLOPs of forward and backward.
+        with_gradient: s -> names of the tensors that have a gradient if they are present.
+        saved: (tensors, outputs, s) -> tensors, of which the first may be None, followed by outputs.
+        unsaved_dtype: Dtype of the first tensor if it is not saved; None means the dtype of grad_output.
+        cached: Position, among the present tensors, of one that may be a cached weight. Every call, also in a compiled
+            graph, looks up its address in `CACHED`. If the cached weights are outdated, the call updates them.
     """
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    behind = len(names) + 1  # place of the saved outputs among the tensors of the backward
+
+    def gradient_names(tensors: Tensors, s: Any) -> list[str]:
+        found, first = with_gradient(s), names[0]
+        return [name for name, each in zip(names, tensors) if name in found and (name == first or each is not None)]
+
+    def run_backward(tensors: Tensors, s: Any) -> list[Tensor]:
+        gradients = backward(tensors[0], tensors[1:behind], tensors[behind:], s)
+        return [gradients[name] for name in gradient_names(tensors[1:], s)]
+
+    def fake_backward(tensors: Tensors, s: Any) -> list[Tensor]:
+        like = dict(zip(names, tensors[1:]))
+        if tensors[1] is None:
+            like[names[0]] = tensors[0].new_empty(tensors[0].shape, dtype=unsaved_dtype)
+        return [like[name].new_empty(like[name].shape) for name in gradient_names(tensors[1:], s)]
+
+    def flop_backward(shapes: Tensors, s: Any) -> int:
+        return flop([shapes[0] if shapes[1] is None else shapes[1], *shapes[2:behind]], s)[1]
+
+    call_backward = _register(
+        f"{name}_backward", behind, settings, run_backward, what=what, fake=fake_backward, flop=flop_backward
+    )
+
+    def save(tensors: Tensors, s: Any, outputs: Tensors) -> tuple[Tensors, Any]:
+        found = gradient_names(tensors, s)
+        has_gradient = [name in found for name, each in zip(names, tensors) if each is not None]
+        return saved(tensors, outputs, s), (s, has_gradient)
+
+    def differentiate(grad_output: Tensor, kept: Tensors, rest: Any) -> list[Tensor | None]:
+        s, has_gradient = rest
+        gradients = iter(call_backward((grad_output, *kept), s))
+        return [next(gradients) if each else None for each in has_gradient]
+
+    return _register(
+        name, len(names), settings, forward, what=what, fake=fake, flop=lambda shapes, s: flop(shapes, s)[0],
+        save=save, backward=differentiate, cached=cached,
+    )  # fmt: skip
+
+
+def _register(
+    name: str, count: int, settings: type[Any], function: Callable[[Tensors, Any], Sequence[Tensor]], *, what: str,
+    fake: Callable[[Tensors, Any], Sequence[Tensor]], flop: Callable[[Tensors, Any], int],
+    save: Callable[..., Any] | None = None, backward: Callable[..., Any] | None = None, cached: int | None = None,
+) -> Callable[[Tensors, Any], Sequence[Tensor]]:  # fmt: skip
+    """Registers an operator with at least `count` tensors. See `_differentiable` for `save` and `backward`."""
+    numbers = [f"{_NUMBERS[kind]} {field}, " for field, kind in get_type_hints(settings).items() if kind in _NUMBERS]
+    schema = f"{name}(Tensor[] tensors, {''.join(numbers)}str words) -> Tensor[]"
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     registered = getattr(torch.ops.vit_fast, name).default
-    kinds = [str(argument.type) for argument in registered._schema.arguments]
-    at = next((position for position, kind in enumerate(kinds) if kind.startswith("List")), None)
-    behind = 0 if at is None else len(kinds) - at - 1
+    first_word, end = len(numbers), -len(numbers) - 1
 
-    def flattened(args: Sequence[Any]) -> Sequence[Any]:
-        return args if at is None else (*args[:at], *args[at], *args[at + 1 :])
+    def nested(flat: Sequence[Any]) -> tuple[Any, ...]:
+        return list(flat[:end]), *flat[end:]
 
-    def nested(flat: Sequence[Any]) -> Sequence[Any]:
-        if at is None:
-            return flat
-        end = len(flat) - behind
-        return (*flat[:at], list(flat[at:end]), *flat[end:])
+    def restored(given: Tensors, *rest: Any) -> tuple[list[Any], Any]:
+        """Returns tensors and settings from the arguments of the operator."""
+        *words, present = words_of(rest[-1])
+        tensors: list[Any] = [None] * max(count, present[-1] + 1)
+        for number, tensor in zip(present, given, strict=True):
+            tensors[number] = tensor
+        return tensors, settings(*rest[:-1], *words)
 
     def on_flat(*flat: Any) -> Any:
-        return function(*nested(flat))
+        return function(*restored(*nested(flat)))
 
-    def implementation(*args: Any) -> Any:
-        flat = flattened(args)
-        if cached is not None and CACHED and (weights := CACHED.get(flat[cached].data_ptr())) is not None:
+    def implementation(given: Tensors, *rest: Any) -> Any:
+        if cached is not None and CACHED and (weights := CACHED.get(given[cached].data_ptr())) is not None:
             weights.ensure_current()
-        return _run_by_plan()(on_flat, flat)
+        return _run_by_plan()(on_flat, (*given, *rest))
 
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch_library.register_fake(registered, fake, lib=_LIBRARY)
-    _flop_formulas.append((registered.overloadpacket, lambda *args, out_val=None, **_: flop(*args)))
+    torch_library.register_fake(registered, lambda *args: fake(*restored(*args)), lib=_LIBRARY)
+    _flop_formulas.append((registered.overloadpacket, lambda *args, out_val=None, **_: flop(*restored(*args))))
 
-    def dispatch(keys: Any, *args: Any) -> Any:
-        if torch.is_grad_enabled():
-            flat = flattened(args)
-            if torch._C._any_requires_grad(*flat):
-                return differentiable.apply(keys, *flat)
+    def dispatch(keys: Any, given: Tensors, *rest: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*given):
+            return differentiable.apply(keys, *given, *rest)
         with torch._C._AutoDispatchBelowAutograd():
             # skip the dispatcher, which would convert all arguments again before it calls `implementation`
             if (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in _DEVICES:
-                return implementation(*args)
-            return registered.redispatch(keys & torch._C._after_autograd_keyset, *args)
+                return implementation(given, *rest)
+            return registered.redispatch(keys & torch._C._after_autograd_keyset, given, *rest)
 
-    differentiable = _differentiable(dispatch, nested, what, save, backward)
+    def save_of(flat: Sequence[Any], outputs: Tensors) -> Any:
+        return None if save is None else save(*restored(*nested(flat)), outputs)
+
+    differentiable = _differentiable(lambda keys, flat: dispatch(keys, *nested(flat)), save_of, what, backward)
     _LIBRARY.impl(name, dispatch, "Autograd", with_keyset=True)
 
-    def call(*args: Any) -> Any:
+    def call(tensors: Tensors, s: Any) -> Any:
         if in_transform():  # forward-mode AD would silently treat tangents as 0
             reason = "the call must be outside of torch.func transforms and forward-mode AD: use backend='eager'"
             raise UnsupportedInputError(f"{what} with backend='triton'", [reason])
-        return registered(*args)
+        given: list[Tensor] = []
+        present: list[int] = []
+        device = tensors[0].device
+        for number, tensor in enumerate(tensors):  # faster than a comprehension
+            if tensor is None:
+                continue
+            if tensor.device != device:
+                function(tensors, s)  # raises an error before torch dispatches to one of the devices
+            given.append(tensor)
+            present.append(number)
+        return registered(given, *s[:first_word], text_of(*s[first_word:], tuple(present)))
 
     return call
 
 
 def _differentiable(
-    dispatch: Callable[..., Any], nested: Callable[..., Any], what: str, save: Callable[..., Any] | None,
-    backward: Callable[..., Any] | None,
-) -> Any:  # fmt: skip
-    """Returns the autograd function of an operator; for the arguments, see `operator`."""
+    dispatch: Callable[..., Any], save: Callable[..., Any], what: str, backward: Callable[..., Any] | None
+) -> Any:
+    """Returns the autograd function of an operator. Without `backward`, differentiating it raises an error.
+
+    `save` maps flat arguments and outputs to tensors and other values that `backward` needs.
+    """
 
     class Differentiable(torch.autograd.Function):  # without setup_context, which would take 20 us per call
         @staticmethod
         def forward(ctx: Any, keys: Any, *flat: Any) -> Any:
-            output = dispatch(keys, *nested(flat))  # gradients are disabled here
-            if not isinstance(output, Tensor):
-                output = tuple(output)
+            outputs = tuple(dispatch(keys, flat))  # gradients are disabled here
             ctx.count = len(flat)
-            if save is not None:
+            if backward is not None:
                 ctx.set_materialize_grads(False)
-                if isinstance(output, tuple):
-                    ctx.mark_non_differentiable(*output[1:])
-                saved, ctx.rest = save(nested(flat), output)
-                ctx.save_for_backward(*saved)
-            return output
+                ctx.mark_non_differentiable(*outputs[1:])
+                kept, ctx.rest = save(flat, outputs)
+                ctx.save_for_backward(*kept)
+            return outputs
 
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor | None, *others: Any) -> Any:

@@ -10,8 +10,7 @@ Operators: `vit_fast::qk_norm_rope` and its backward. In a block, `qkv_step` sel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ from . import reference
 from .backends import resolve_backend, triton_unavailable_reasons
 from .descriptions import DTYPES, MAX_TOKENS, QkNorm, Rope, check_qk_norm, check_tensors, checked_rope
 from .registration import is_exporting, operator
-
-if TYPE_CHECKING:
-    from ..kernels.rotary import QkvSettings
 
 _WHAT = "qk_norm_rope"
 _ARGUMENTS = ("qk_norm.q.weight", "qk_norm.q.bias", "qk_norm.k.weight", "qk_norm.k.bias", "rope.cos", "rope.sin")
@@ -41,13 +37,17 @@ class QkTensors(NamedTuple):
 
 
 class QkSettings(NamedTuple):
-    """Kind (or "none") and epsilon of the q and k norms, `over` of `QkNorm`, `layout` and `prefix` of `Rope`."""
+    """Epsilon of the q and k norms, `prefix` of `Rope`, kind of the norms or "none", `over` of `QkNorm`.
 
-    norm: str = "none"
+    `layout` is that of `Rope`, or "interleaved_half": channels 2j and 2j + 1 of qkv, but j and j + D/2 of weights and
+    biases, form a pair. Only the forward supports "interleaved_half".
+    """
+
     eps: float = 0.0
+    prefix: int = 0
+    norm: str = "none"
     over: str = "head"
     layout: str = "half"
-    prefix: int = 0
 
 
 def qk_norm_rope(
@@ -80,19 +80,18 @@ def qk_norm_rope(
         rope = checked_rope(rope, qkv.shape, by_pair=runs_kernel)
     if runs_kernel:
         tensors, settings = operator_arguments(qkv, qk_norm, rope)
-        out: Tensor = _forward_kernel(qkv, list(tensors), *settings)
-        return out
+        return _kernel((qkv, *tensors), settings)[0]
     return reference.qk_norm_rope(qkv, qk_norm, rope)
 
 
 def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tuple[QkTensors, QkSettings]:
     """Returns qk-norm and rotation as operator arguments."""
     cos, sin, prefix, layout = rope or (None, None, 0, "half")
-    tensors, settings = QkTensors(cos=cos, sin=sin), QkSettings(layout=layout, prefix=prefix)
+    tensors, settings = QkTensors(cos=cos, sin=sin), QkSettings(prefix=prefix, layout=layout)
     if qk_norm is not None:
         q, k, over = qk_norm
         tensors = QkTensors(q.weight, q.bias, k.weight, k.bias, cos, sin)
-        settings = QkSettings(q.kind, q.eps, over, layout, prefix)
+        settings = QkSettings(q.eps, prefix, q.kind, over, layout)
     reasons = []
     for name, tensor in zip(_ARGUMENTS, tensors):
         if tensor is None:
@@ -106,51 +105,42 @@ def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) 
     return tensors, settings
 
 
-def _kernel_settings(
-    what: str, head_dim: int, tensors: QkTensors, settings: QkSettings, reasons: Sequence[str] = ()
-) -> QkvSettings:
-    """Returns `QkvSettings`. Raises UnsupportedInputError if `reasons` is not empty or an argument is unsupported."""
+def _readable(what: str, head_dim: int, tensors: QkTensors, reasons: Sequence[str] = ()) -> QkTensors:
+    """Returns tensors that the kernels can read, or raises UnsupportedInputError with `reasons` and its own."""
     reasons = [*reasons, *([f"head_dim must be even, got {head_dim}"] if head_dim % 2 else [])]
     for name, tensor in zip(_ARGUMENTS, tensors):
         if tensor is not None and tensor.dtype not in DTYPES:
             reasons.append(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
     if reasons:
         raise UnsupportedInputError(f"{what} with backend='triton'", reasons)
-    from ..kernels.rotary import QkvSettings, can_be_read
+    from ..kernels.rotary import can_be_read
 
-    def contiguous(a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        return None if a is None or b is None else (a.contiguous(), b.contiguous())
-
-    q_weight, q_bias, k_weight, k_bias, cos, sin = tensors
-    norm, eps, over, layout, prefix = settings
-    tables = (cos, sin) if cos is not None and sin is not None and can_be_read(cos, sin) else contiguous(cos, sin)
-    weights, biases = contiguous(q_weight, k_weight), contiguous(q_bias, k_bias)
-    return QkvSettings(weights, biases, tables, norm, eps, over == "width", prefix, layout)
+    *vectors, cos, sin = tensors
+    if cos is not None and sin is not None and not can_be_read(cos, sin):
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return QkTensors._make((*(each if each is None else each.contiguous() for each in vectors), cos, sin))
 
 
-def _forward(qkv: Tensor, tensors: Sequence[Tensor | None], *settings: Any) -> Tensor:
+def _forward(tensors: Sequence[Any], s: QkSettings) -> list[Tensor]:
     from ..kernels import rotary
 
+    qkv, *others = tensors
     reasons = list(triton_unavailable_reasons(qkv.device))
     if (tokens := qkv.shape[0] * qkv.shape[1]) > MAX_TOKENS:
         reasons.append(f"qkv must have at most {MAX_TOKENS} tokens, got {tokens}")
     if qkv.dtype not in DTYPES:
         reasons.append(f"qkv must be float32, float16 or bfloat16, got {qkv.dtype}")
-    made = _kernel_settings(_WHAT, qkv.shape[-1], QkTensors(*tensors), QkSettings(*settings), reasons)
-    return rotary.qk_norm_rope(qkv.contiguous(), made)
+    readable = _readable(_WHAT, qkv.shape[-1], QkTensors(*others), reasons)
+    return [rotary.qk_norm_rope(qkv.contiguous(), readable, s)]
 
 
-def _backward(
-    grad_output: Tensor, qkv: Tensor | None, tensors: Sequence[Tensor | None], *settings: Any
-) -> list[Tensor]:
-    """Returns the gradients of qkv and of the norms' parameters. `qkv` is None without norms."""
+def _backward(grad_output: Tensor, tensors: Sequence[Any], outputs: Any, s: QkSettings) -> dict[str, Tensor]:
     from ..kernels import rotary
 
-    qk = QkTensors(*tensors)
-    x = None if qkv is None else qkv.contiguous()
-    made = _kernel_settings(_WHAT, grad_output.shape[-1], qk, QkSettings(*settings))
-    dx, sums = rotary.qk_norm_rope_gradients(grad_output.contiguous(), x, made)
-    return [dx, *norm_gradients(sums, qk).values()]
+    qk, x = QkTensors(*tensors[1:]), None if tensors[0] is None else tensors[0].contiguous()
+    readable = _readable(_WHAT, grad_output.shape[-1], qk)
+    dx, sums = rotary.qk_norm_rope_gradients(grad_output.contiguous(), x, readable, s)
+    return {"qkv": dx} | norm_gradients(sums, qk)
 
 
 def norm_gradients(sums: Tensor | None, tensors: QkTensors) -> dict[str, Tensor]:
@@ -161,37 +151,26 @@ def norm_gradients(sums: Tensor | None, tensors: QkTensors) -> dict[str, Tensor]
     return {name: row.to(each.dtype, copy=True) for name, each, row in parameters if each is not None}
 
 
-def _save(args: Sequence[Any], output: Tensor) -> tuple[Sequence[Tensor | None], Any]:
-    qkv, tensors, *rest = args
-    return (None if rest[0] == "none" else qkv, *tensors), rest
-
-
-def _gradients(grad_output: Tensor, saved: Sequence[Tensor | None], rest: Any) -> Sequence[Tensor | None]:
-    qkv, *tensors = saved
-    dx, *gradients = _backward_kernel(grad_output, qkv, tensors, *rest)
-    remaining = iter(gradients)
-    return dx, *(None if tensor is None else next(remaining) for tensor in tensors[:4])
-
-
-_SETTINGS = "Tensor?[] tensors, str norm, float eps, str over, str layout, SymInt prefix"
-_forward_kernel = operator(
-    "qk_norm_rope", f"(Tensor qkv, {_SETTINGS}) -> Tensor", _forward, what=_WHAT,
-    fake=lambda qkv, *_: qkv.new_empty(qkv.shape), flop=lambda *_: 0, save=_save, backward=_gradients,
-)  # fmt: skip
-_backward_kernel = operator(
-    "qk_norm_rope_backward", f"(Tensor grad_output, Tensor? qkv, {_SETTINGS}) -> Tensor[]", _backward,
-    what=_WHAT, flop=lambda *_: 0,
-    fake=lambda grad, qkv, tensors, *_: [t.new_empty(t.shape) for t in (grad, *tensors[:4]) if t is not None],
+_kernel = operator(
+    _WHAT, ("qkv", *QkTensors._fields), QkSettings, _forward, _backward, what=_WHAT, flop=lambda *_: (0, 0),
+    fake=lambda tensors, s: [tensors[0].new_empty(tensors[0].shape)],
+    with_gradient=lambda s: ("qkv", *QkTensors._fields[:4]),
+    saved=lambda tensors, outputs, s: (None if s.norm == "none" else tensors[0], *tensors[1:]),
 )  # fmt: skip
 
 
 class QkvStep(NamedTuple):
     """Norms and rotation of q and k in one block."""
 
-    settings: QkvSettings | None  # None without norms and rotation
-    # of `rotary_epilogue`: settings, tokens per image and head_dim; None if a separate kernel runs norms and rotation
-    head_step: tuple[QkvSettings, int, int] | None
-    rope_head: int  # head_dim if the matmul rotates layout "half", else 0; see `kernels/linear/folding.py`
+    tensors: QkTensors
+    settings: QkSettings
+    # the last arguments of `rotary_epilogue`; None if a separate kernel runs norms and rotation, or there are none
+    head_step: tuple[QkTensors, QkSettings, int, int] | None = None
+    rope_head: int = 0  # head_dim if the matmul rotates layout "half", else 0; see `kernels/linear/folding.py`
+
+    @property
+    def is_empty(self) -> bool:
+        return self.settings.norm == "none" and self.tensors.cos is None
 
     def forward(self, packed: Tensor, saves: bool) -> tuple[Tensor, Tensor | None]:
         """Applies norms and rotation to `packed`, the output [B, N, 3, H, D] of the qkv matmul.
@@ -201,11 +180,11 @@ class QkvStep(NamedTuple):
         """
         from ..kernels import rotary
 
-        if self.settings is None or self.head_step is not None:
+        if self.is_empty or self.head_step is not None:
             return packed, None
         if saves and self.settings.norm != "none":
-            return rotary.qk_norm_rope(packed, self.settings), packed
-        rotary.qk_norm_rope_launch(packed, packed, self.settings).run()
+            return rotary.qk_norm_rope(packed, self.tensors, self.settings), packed
+        rotary.qk_norm_rope_launch(packed, packed, self.tensors, self.settings).run()
         return packed, None
 
     def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor | None:
@@ -216,14 +195,14 @@ class QkvStep(NamedTuple):
         """
         from ..kernels import rotary
 
-        settings, adjacent = self.settings, self.rope_head > 0
-        if settings is None:
+        tensors, settings, adjacent = self.tensors, self.settings, self.rope_head > 0
+        if self.is_empty:
             return None
         if settings.norm != "none":
-            return rotary.qk_norm_rope_gradients(grad, saved, settings, grad)[1]
+            return rotary.qk_norm_rope_gradients(grad, saved, tensors, settings, grad)[1]
         if adjacent:
-            settings = replace(settings, layout="interleaved_half")
-        rotary.qk_norm_rope_launch(grad, grad, settings, inverse=True, separate=adjacent).run()
+            settings = settings._replace(layout="interleaved_half")
+        rotary.qk_norm_rope_launch(grad, grad, tensors, settings, inverse=True, separate=adjacent).run()
         return None
 
 
@@ -239,15 +218,15 @@ def qkv_step(
     """
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
 
-    norm, _, over, layout, _ = settings
-    if norm == "none" and tensors.cos is None:
-        return QkvStep(None, None, 0)
+    if (step := QkvStep(tensors, settings)).is_empty:
+        return step
     in_matmul = True
-    if norm != "none":
+    if settings.norm != "none":
         half = norm_dtype is not None and norm_dtype.itemsize == 2
-        in_matmul = over == "head" and half and head_dim in NORMED_HEADS
+        in_matmul = settings.over == "head" and half and head_dim in NORMED_HEADS
     if tensors.cos is not None:
-        in_matmul = in_matmul and tensors.cos.shape[1] == 1 and (layout != "half" or not is_folded)
-    made = _kernel_settings("a block", head_dim, tensors, settings)
-    rotates = in_matmul and tensors.cos is not None and layout == "half"
-    return QkvStep(made, (made, tokens, head_dim) if in_matmul else None, head_dim if rotates else 0)
+        in_matmul = in_matmul and tensors.cos.shape[1] == 1 and (settings.layout != "half" or not is_folded)
+    tensors = _readable("a block", head_dim, tensors)
+    rotates = in_matmul and tensors.cos is not None and settings.layout == "half"
+    head_step = (tensors, settings, tokens, head_dim) if in_matmul else None
+    return QkvStep(tensors, settings, head_step, head_dim if rotates else 0)
