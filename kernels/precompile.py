@@ -14,11 +14,12 @@ import contextlib
 import importlib
 import json
 import os
+import queue
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -133,40 +134,34 @@ def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
     """Compiles kernels in several processes that run `serve`. Yields True per uncached kernel, False per cached one."""
     if not requests:
         return
-    count = _processes(len(requests))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
-    reader, writer = os.pipe()
-    processes, replies = [], 0
-    try:
-        for first in range(count):
-            with tempfile.TemporaryFile("w+") as share:
-                share.writelines(json.dumps(asdict(request)) + "\n" for request in requests[first::count])
-                share.seek(0)
-                processes.append(
-                    subprocess.Popen(command, env=environment, stdin=share, stdout=writer, stderr=subprocess.DEVNULL)
-                )
-        os.close(writer)
-        with os.fdopen(reader) as lines:  # ends when all processes have ended
-            for line in lines:
-                reply = json.loads(line)
-                if not isinstance(reply, bool):
-                    raise RuntimeError(reply)
-                replies += 1
-                yield reply
-        if replies < len(requests):
-            raise RuntimeError(f"{len(requests) - replies} kernels were not compiled: a compiler process died; retry")
-    finally:
-        for process in processes:
-            process.terminate()
-            process.wait()
+    idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def compile_elsewhere(request: Request) -> bool:
+        process = idle.get()
+        try:
+            process.stdin.write(json.dumps(asdict(request)) + "\n")
+            process.stdin.flush()
+            reply = json.loads(process.stdout.readline())
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"{request.name} was not compiled: a compiler process died; retry") from error
+        finally:
+            idle.put(process)
+        if not isinstance(reply, bool):
+            raise RuntimeError(reply)
+        return reply
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(count := _processes(len(requests))):
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            idle.put(process := stack.enter_context(subprocess.Popen(command, env=environment, text=True, **pipes)))
+            stack.callback(process.terminate)
+        yield from stack.enter_context(ThreadPoolExecutor(count)).map(compile_elsewhere, requests)
 
 
 def serve() -> None:
-    """Compiles requests from stdin, one per line. Replies on stdout, a pipe that several processes share.
-
-    A reply is a line: true (compiled), false (cached), or an error. Lines shorter than PIPE_BUF do not interleave.
-    """
+    """Compiles requests from stdin, one per line. Replies on stdout: true (compiled), false (cached), or an error."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # redirects stdout to stderr, because compilers may print to stdout
     for line in sys.stdin:
