@@ -154,7 +154,7 @@ def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
 
     with contextlib.ExitStack() as stack:
         for _ in range(count := _processes(len(requests))):
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             idle.put(process := stack.enter_context(subprocess.Popen(command, env=environment, text=True, **pipes)))
             stack.callback(process.terminate)
         yield from stack.enter_context(ThreadPoolExecutor(count)).map(compile_elsewhere, requests)

@@ -7,11 +7,12 @@ The norms are folded into the weights of qkv and fc1: in every call by a kernel,
 run each half with residual=False, and compute x + drop_path(output).
 
 With half-precision x, a block can return LayerNorm statistics of its output for the next block. `kernels/row_parts.py`
-describes their layout. `saved_names` in `block_backward.py` lists the tensors that the forward saves for the backward.
+describes their layout. `saved_outputs` in `block_backward.py` lists the outputs for the backward.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from .block_backward import (
     block_gradient,
     normed_linears,
     residual_linears,
-    saved_names,
+    saved_outputs,
     tensors_of,
 )
 from .descriptions import (
@@ -176,7 +177,7 @@ def _block_forward(tensors: Sequence[Any], s: BlockSettings) -> list[Tensor]:
         y, emitted, y8 = output.out, output.out_part, output.out8
     outputs = [y.view(x.shape), *([] if emitted is None or not s.next_statistics else [emitted])]
     outputs += [] if next_factor is None or y8 is None else [y8.view(x.shape)]
-    return outputs + [saved[name] for name in _new_names(x, t, s)]
+    return outputs + [saved[name] for name in _for_backward(x, t, s)]
 
 
 def _branch_output(
@@ -303,43 +304,25 @@ def _folded(t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]
     return folded
 
 
-def _new_names(x: Tensor, t: BlockTensors, s: BlockSettings) -> list[str]:
-    """Returns the names of the saved tensors that the operator returns.
-
-    If x is in half precision, the first saved tensor, the input of the first norm, is x itself and is omitted.
-    """
-    return saved_names(t, s)[x.dtype != torch.float32 :] if s.saves else []
+def _for_backward(x: Tensor, t: BlockTensors, s: BlockSettings) -> dict[str, Any]:
+    if not s.saves:
+        return {}
+    return saved_outputs(x.shape, x.dtype == torch.float32, _output_dtype(x.dtype, t, s), t, s)
 
 
 def _fake(tensors: Sequence[Any], s: BlockSettings) -> list[Tensor]:
     x, t, *_, next_factor = tensors_of(tensors, s)
-    M, C, fp32 = x.numel() // max(x.shape[-1], 1), x.shape[-1], x.dtype == torch.float32
-    dtype = _output_dtype(x.dtype, t, s)
-    outputs = [x.new_empty(x.shape, dtype=dtype)]
+    outputs: list[Any] = [(x.shape, _output_dtype(x.dtype, t, s))]
     if s.next_statistics:
-        outputs.append(x.new_empty((M, 2, row_parts(C)), dtype=torch.float32))
+        outputs.append(((math.prod(x.shape[:-1]), 2, row_parts(x.shape[-1])), torch.float32))
     if next_factor is not None:
-        outputs.append(x.new_empty(x.shape, dtype=E4M3))
-    if not s.saves:
-        return outputs
-    saved: dict[str, Tensor] = {}
-    for half in "12":
-        saved[f"norm{half}_input"] = x.new_empty((M, C), dtype=s.dtype)
-        saved[f"statistics{half}"] = x.new_empty((1 if fp32 or s.norm == "none" else 2, M), dtype=torch.float32)
-    if t.qkv_weight is not None:
-        (B, N, _), D = x.shape, t.qkv_weight.shape[0] // (3 * s.heads)
-        saved["qkv"], saved["before_norm"] = (x.new_empty((B, N, 3, s.heads, D), dtype=s.dtype) for _ in range(2))
-        saved["mixed"] = x.new_empty((B, N, s.heads, D), dtype=s.dtype)
-        saved["lse"] = x.new_empty((B, s.heads, N), dtype=torch.float32)
-    if t.fc1_weight is not None:
-        saved["z"] = x.new_empty((M, t.fc1_weight.shape[0] * (1 if t.gate_weight is None else 2)), dtype=s.dtype)
-        saved["branch"], saved["hidden"] = x.new_empty((M, C), dtype=dtype), x.new_empty((2, M), dtype=torch.float32)
-    return outputs + [saved[name] for name in _new_names(x, t, s)]
+        outputs.append((x.shape, E4M3))
+    return [x.new_empty(shape, dtype=dtype) for shape, dtype in (*outputs, *_for_backward(x, t, s).values())]
 
 
 def _saved(tensors: Sequence[Any], outputs: Sequence[Tensor], s: BlockSettings) -> Sequence[Any]:
     x, t, *_ = tensors_of(tensors, s)
-    new = outputs[len(outputs) - len(_new_names(x, t, s)) :]
+    new = outputs[len(outputs) - len(_for_backward(x, t, s)) :]
     return None if x.dtype == torch.float32 else x, *tensors[1:-3], None, None, None, *new
 
 

@@ -65,24 +65,37 @@ def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, ...]:
     return tensors[0], t, qk, keys, terms, *tensors[-3:]
 
 
-def saved_names(t: BlockTensors, s: BlockSettings) -> list[str]:
-    """Returns the names of the tensors that the forward saves for the backward. M is the number of tokens.
+def saved_outputs(
+    shape: Sequence[int], is_fp32: bool, dtype: torch.dtype, t: BlockTensors, s: BlockSettings
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Returns shape and dtype of the outputs of the forward for the backward. M is the number of tokens.
 
-    norm1_input, statistics1: Input of norm1, and its mean and reciprocal standard deviation (rstd), fp32 [2, M]. For
-        fp32 x: the normalized input in the dtype of the matmuls, and only rstd, fp32 [1, M].
-    norm2_input, statistics2: Input of norm2 and its statistics, stored like those of norm1.
-    qkv [B, N, 3, H, D], mixed [B, N, H, D], lse [B, H, N]: Input, output and log-sum-exp of the attention.
-    before_norm: qkv before the norms of q and k; saved only with qk-norm.
-    z: Output of fc1 [M, F]. With a gate, z is [M, 2 F], and columns of the gate and of fc1 alternate.
-    branch: With a norm before fc2: output [M, C] of fc2 without the shift W beta + b (W, b of fc2, beta of this norm).
-    hidden: With a norm before fc2: mean and rstd of the input of this norm, fp32 [2, M].
+    `shape` and `is_fp32` describe x, and `dtype` is that of the first output. If x is in half precision, the input of
+    the first norm is x itself, and no output.
     """
-    names = []
+    M, C, half, fp32 = math.prod(shape[:-1]), shape[-1], s.dtype, torch.float32
+    # mean and reciprocal standard deviation (rstd) of the input of a norm; if x is fp32, the input is saved after
+    # normalization, and only with rstd
+    statistics = (1 if is_fp32 or s.norm == "none" else 2, M), fp32
+    saved: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     if t.qkv_weight is not None:
-        names = ["norm1_input", "statistics1", "qkv", "mixed", "lse", *(["before_norm"] if s.qk_norm != "none" else [])]
+        (B, N, _), D = shape, t.qkv_weight.shape[0] // (3 * s.heads)
+        saved = {"norm1_input": ((M, C), half), "statistics1": statistics}
+        # input, output and log-sum-exp of the attention
+        saved |= {"qkv": ((B, N, 3, s.heads, D), half), "mixed": ((B, N, s.heads, D), half)}
+        saved["lse"] = (B, s.heads, N), fp32
+        if s.qk_norm != "none":
+            saved["before_norm"] = saved["qkv"]  # qkv before the norms of q and k
     if t.fc1_weight is not None:
-        names += ["norm2_input", "statistics2", "z", *(["branch", "hidden"] if s.inner_norm != "none" else [])]
-    return names
+        saved |= {"norm2_input": ((M, C), half), "statistics2": statistics}
+        # output of fc1; with a gate, columns of the gate and of fc1 alternate
+        saved["z"] = (M, t.fc1_weight.shape[0] * (1 if t.gate_weight is None else 2)), half
+        if s.inner_norm != "none":
+            saved["branch"] = (M, C), dtype  # output of fc2 without the shift W beta + b (beta of the norm before fc2)
+            saved["hidden"] = (2, M), fp32  # mean and rstd of the input of the norm before fc2
+    if not is_fp32:
+        saved.pop("norm2_input" if t.qkv_weight is None else "norm1_input")
+    return saved
 
 
 # The fields of `BlockTensors` that form a `NormedLinear` or a `ResidualLinear` of kernels/linear/.
@@ -134,15 +147,16 @@ def residual_linears(t: Any, normed: Collection[str]) -> dict[str, ResidualLinea
 def block_gradient(
     grad_output: Tensor, tensors: Sequence[Any], outputs: Sequence[Tensor], s: BlockSettings
 ) -> dict[str, Any]:
-    """Returns gradients of x and parameters. `outputs` are the saved tensors, without x, which is None if not saved."""
+    """Returns gradients of x, which is None if it is fp32, and of parameters. `outputs`: see `saved_outputs`."""
     from ..kernels.layer_norm import NormInput
     from ..kernels.linear import folding, hidden_norm, linear, scaled_weights, weight_matmuls
     from ..kernels.linear.gradients import layer_norm_gradient
     from ..kernels.linear.weight_gradients import parameter_gradients
 
     x, t, qk, keys, terms, *_ = tensors_of(tensors, s)
-    kept = zip(saved_names(t, s), outputs if x is None else (x, *outputs))
-    saved = SimpleNamespace(**({"before_norm": None, "hidden": None} | dict(kept)))
+    names = saved_outputs(grad_output.shape, x is None, grad_output.dtype, t, s)
+    absent = {"norm1_input": x, "norm2_input": x, "before_norm": None, "hidden": None}
+    saved = SimpleNamespace(**(absent | dict(zip(names, outputs, strict=True))))
     linears = normed_linears(t, s.norm, s.inner_norm)
     inner, branches = linears.get("fc2"), residual_linears(t, linears)  # inner: None without a norm before fc2
     operands = {name: (layer.weight, layer.scale) for name, layer in branches.items()}
@@ -198,8 +212,8 @@ def block_gradient(
     )
     if matmuls[2:]:  # the kernel supports at most two layers after norms
         of_normed += parameter_gradients(matmuls[2:], [])[0]
-    for fields, names, found in ((_NORMED, linears, of_normed), (RESIDUAL, branches, of_branches)):
-        for name, of in zip(names, found):
+    for fields, layers, found in ((_NORMED, linears, of_normed), (RESIDUAL, branches, of_branches)):
+        for name, of in zip(layers, found):
             gradients |= {field: getattr(of, key) for key, field in fields[name].items()}
     gradients |= norm_gradients(norm_sums, qk)
     gradients["x"] = stream.view(grad_output.shape).to(stream.dtype if x is None else x.dtype)
