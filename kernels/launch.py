@@ -14,7 +14,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,11 @@ class Launch:
     flop: float = 0.0  # of its matmuls; packed sequences count as one sequence
     units: int = 0  # tiles, or parts of tiles, that a persistent kernel computes; 0 for other kernels
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @classmethod
+    def of(cls, kernel: Any, programs: int, values: Sequence[Any], **options: Any) -> Launch:
+        """Returns a launch. `values` are the arguments of the kernel in order, without the constants at its end."""
+        return cls(kernel, programs, dict(zip(kernel.arg_names, values)), **options)
 
     @property
     def name(self) -> str:

@@ -19,7 +19,9 @@ LeVeque, 1983.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -146,11 +148,11 @@ def _layer_norm_statistics_kernel(
 def layer_norm_statistics_launch(
     x: Tensor, part: Tensor, out8: Tensor | None = None, out_scale: Tensor | None = None
 ) -> Launch:
-    M, C = x.shape
-    args = {"x_ptr": x, "part_ptr": part, "out8_ptr": out8, "out_scale_ptr": out_scale, "M": M, "C": C}
-    constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
-    programs = ceil_div(M, _ROWS) * row_parts(C)
-    return Launch(_layer_norm_statistics_kernel, programs, args, constants, device=x.device)
+    (M, C), parts = x.shape, row_parts(x.shape[1])
+    return Launch.of(
+        _layer_norm_statistics_kernel, ceil_div(M, _ROWS) * parts, (x, part, out8, out_scale, M, C),
+        constants={"ROWS": _ROWS, "PARTS": parts}, device=x.device,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -216,20 +218,26 @@ def _normalize_kernel(
         store_chunk(normalized_ptr, normalized, start, cols, mask)
 
 
-def chunk(width: int) -> tuple[int, int]:
-    """Returns (BLOCK_C, ROWS): columns per iteration and rows per program, for kernels that loop over columns."""
+def rows_launch(
+    kernel: Any, rows: Sequence[int], width: int, values: Sequence[Any], device: torch.device, programs: int = 0,
+    maxnreg: int | None = None, **constants: Any,
+) -> Launch:  # fmt: skip
+    """Returns the launch of a kernel that loops over the columns of matrices; a program computes ROWS rows.
+
+    `rows`: of each matrix. `width`: most columns of a matrix. `values`: see `Launch.of`. `programs`: additional ones.
+    """
     block = min(triton.next_power_of_2(width), _MAX_CHUNK)
-    return block, max(1, 4096 // block // 2)
+    count = max(1, 4096 // block // 2)
+    programs += sum(ceil_div(each, count) for each in rows)
+    constants |= {"ROWS": count, "BLOCK_C": block}
+    return Launch.of(kernel, programs, values, constants=constants, maxnreg=maxnreg, device=device)
 
 
 def normalize_launch(
     x: Tensor, eps: float, rstd: Tensor, normalized: Tensor, rms: bool = False, mean: Tensor | None = None
 ) -> Launch:
     M, C = x.shape
-    block, rows = chunk(C)
-    args = {"x_ptr": x, "mean_ptr": mean, "rstd_ptr": rstd, "normalized_ptr": normalized, "M": M, "C": C, "eps": eps}
-    constants = {"RMS": rms, "ROWS": rows, "BLOCK_C": block}
-    return Launch(_normalize_kernel, ceil_div(M, rows), args, constants, device=x.device)
+    return rows_launch(_normalize_kernel, (M,), C, (x, mean, rstd, normalized, M, C, eps), x.device, RMS=rms)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
      "model example batch_sizes budgets fallback"),
     (vit_fast.budgets_for, {"sizes": [(2, 2)]}, "sizes patch_size count"),
     (lambda images: vit_fast.GraphRunner(MODEL, IMAGES, fallback="eager")(images), {"images": IMAGES}, "images"),
-    (ops.attention, {"q": q, "k": q, "v": q}, "q k v bias? window_mask? rel? backend"),
+    (ops.attention, {"q": q, "k": q, "v": q}, "q k v bias? window_mask? rel? scale? backend"),
     (ops.attention_qkvpacked, {"qkv": torch.zeros(1, 5, 3, 2, 16)}, "qkv backend"),
     (ops.attention_varlen, {"q": PACKED, "k": PACKED, "v": PACKED, "cu_seqlens": LENGTHS, "max_seqlen": 5},
      "q k v cu_seqlens"),

@@ -70,6 +70,7 @@ def test_gradcheck_of_the_reference() -> None:
         ({"rel": ((4, 2, 6, 5), (4, 2, 6, 2))}, r"rel must have Kh \* Kw = 12, the number of keys, got 5 \* 2"),
         ({"rel": ((4, 2, 5, 6), (4, 2, 6, 2))}, r"rel_h must have shape \[4, 2, 6, any\]"),
         ({"rel": ((2, 6, 16), (4, 2, 6, 2))}, r"rel_w must have shape \[any, any, 16\]"),
+        ({"rel": ((2, 6, 16), (2, 2, 16), (1,))}, r"rel must be a pair of tensors, got a tuple of 3: pass \(rel_h"),
         ({"rel": ((2, 6, 16), (2, 2, 16))}, r"rel must have h \* w = 6, the number of queries, got 2 \* 2"),
     ],
 )
@@ -87,6 +88,8 @@ def test_other_errors() -> None:
         ops.attention(**made, bias=torch.ones(2, 6, 12, device=DEVICE, dtype=torch.bfloat16), backend="sdpa")
     with pytest.raises(ValueError, match="window_mask must not require a gradient"):
         ops.attention(**made, window_mask=torch.ones(1, 6, 12, device=DEVICE, requires_grad=True), backend="sdpa")
+    with pytest.raises(ValueError, match=r"bias must be a dense tensor, got torch.sparse_coo: call .to_dense\(\)"):
+        ops.attention(**made, bias=torch.ones(2, 6, 12).to_sparse(), backend="sdpa")
     rel = torch.ones(4, 2, 6, 12, device=DEVICE)
     with pytest.raises(ValueError, match="rel must be a pair of tensors"):
         ops.attention(**made, rel=rel, backend="sdpa")

@@ -35,8 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, ceil_div
-from ..layer_norm import chunk, load_chunk, load_columns, store_chunk
+from ..layer_norm import load_chunk, load_columns, rows_launch, store_chunk
 
 
 @triton.jit
@@ -150,9 +149,7 @@ def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[Fo
              into.weight, into.weight_sum, into.shift)
             for linear, into in zip(linears[first : first + 2], folded[first:])
         ]  # fmt: skip
-        block, rows = chunk(max(layer[1] for layer in layers))
-        programs = sum(ceil_div(layer[0], rows) for layer in layers)
-        args = {"layer": layers[0], "second": layers[1] if layers[1:] else (None,) * 11}
-        constants = {"HEAD": linears[first].rope_head, "ROWS": rows, "BLOCK_C": block}
-        Launch(_fold_kernel, programs, args, constants, device=linears[first].weight.device).run()
+        rows, widths = zip(*(layer[:2] for layer in layers))
+        values, device = [*layers, (None,) * 11][:2], linears[first].weight.device
+        rows_launch(_fold_kernel, rows, max(widths), values, device, HEAD=linears[first].rope_head).run()
     return folded

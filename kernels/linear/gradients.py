@@ -37,8 +37,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, ceil_div
-from ..layer_norm import NormInput, chunk, load_chunk, load_columns, store_chunk
+from ..launch import ceil_div
+from ..layer_norm import NormInput, load_chunk, load_columns, rows_launch, store_chunk
 from ..matmul.matmul_tiles import READ_AT_ONCE, tile_mask, tile_offsets
 
 SUM_ROWS = 256  # rows per partial sum; in shapes, M / SUM_ROWS is rounded up
@@ -178,13 +178,6 @@ def layer_norm_gradient(
     out = torch.empty_like(grad, dtype=x.input_dtype)
     normalized = None if x.mean is None else torch.empty_like(x.source)
     sum_part = new_column_sums(summed)
-    block, count = chunk(C)
-    args = {
-        "grad_ptr": grad, "gamma_ptr": gamma, "source_ptr": x.source, "mean_ptr": x.mean,
-        "rstd_ptr": x.rstd, "residual_ptr": residual, "out_ptr": out, "normalized_ptr": normalized,
-        "summed_ptr": summed, "sum_part_ptr": sum_part, "M": M, "C": C, "F": F,
-    }  # fmt: skip
-    constants = {"RMS": rms, "ROWS": count, "BLOCK_C": block}
-    programs = ceil_div(M, count) + column_sum_tiles(summed)
-    Launch(_layer_norm_grad_kernel, programs, args, constants, device=grad.device).run()
+    values = grad, gamma, x.source, x.mean, x.rstd, residual, out, normalized, summed, sum_part, M, C, F
+    rows_launch(_layer_norm_grad_kernel, (M,), C, values, grad.device, column_sum_tiles(summed), RMS=rms).run()
     return out, x.source if normalized is None else normalized, sum_part

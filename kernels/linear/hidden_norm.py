@@ -26,8 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, ceil_div
-from ..layer_norm import chunk, load_chunk, load_columns, normalize_launch
+from ..layer_norm import load_chunk, load_columns, normalize_launch, rows_launch
 from ..matmul.forward_epilogues import BranchOutput, FoldedNorm, residual_epilogue
 from ..matmul.matmul_launch import Matmul
 from .folding import FoldedLinear
@@ -92,12 +91,7 @@ def along_rows(grad: Tensor, branch: Tensor, scale: Tensor | None, width: int) -
     """Returns `along`, fp32 [M], and the partial sums of dy over M; `width` is F."""
     along, sum_part = grad.new_empty(grad.shape[0], dtype=torch.float32), new_column_sums(grad)
     M, C = grad.shape
-    block, count = chunk(C)
-    args = {
-        "grad_ptr": grad, "branch_ptr": branch, "scale_ptr": None if scale is None else scale.contiguous(),
-        "along_ptr": along, "sum_part_ptr": sum_part, "M": M, "C": C, "F": width,
-    }  # fmt: skip
-    programs, constants = ceil_div(M, count) + column_sum_tiles(grad), {"ROWS": count, "BLOCK_C": block}
+    values = grad, branch, None if scale is None else scale.contiguous(), along, sum_part, M, C, width
     # without maxnreg, ptxas uses 40 registers and spills on sm_100
-    Launch(_along_kernel, programs, args, constants, maxnreg=64, device=grad.device).run()
+    rows_launch(_along_kernel, (M,), C, values, grad.device, column_sum_tiles(grad), maxnreg=64).run()
     return along, sum_part

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, ceil_div
-from ..layer_norm import chunk, load_chunk, load_columns, store_chunk
+from ..layer_norm import load_chunk, load_columns, rows_launch, store_chunk
 
 _AT_ONCE = 3  # maximum number of weights per launch
 
@@ -102,11 +101,9 @@ def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.d
         todo.append((*dense.shape, dense, scale, factor, made[-1].weight))
     for start in range(0, len(todo), _AT_ONCE):
         weights = todo[start : start + _AT_ONCE]
-        block, rows = chunk(max(weight[1] for weight in weights))
-        programs = sum(ceil_div(weight[0], rows) for weight in weights)
-        args = dict(zip(("first", "second", "third"), [*weights, *[(0, 0, *[None] * 4)] * 2]))
-        constants = {"ROWS": rows, "BLOCK_C": block}
-        Launch(_scaled_weights_kernel, programs, args, constants, device=weights[0][2].device).run()
+        rows, widths = zip(*(weight[:2] for weight in weights))
+        values = [*weights, *[(0, 0, *[None] * 4)] * 2][:_AT_ONCE]
+        rows_launch(_scaled_weights_kernel, rows, max(widths), values, weights[0][2].device).run()
     return made
 
 

@@ -64,10 +64,9 @@ def _finish_residual_kernel(
 def finish_residual_launch(part: Tensor, o: BranchOutput, dependent: bool = False) -> Launch:
     """Returns the launch that computes `o.out` from `part`. If `dependent`, it may start before the matmul ends."""
     splits, M, C = part.shape
-    args = {
-        "part_ptr": part, "bias_ptr": o.bias, "scale_ptr": o.scale, "residual_ptr": o.residual, "out_ptr": o.out,
-        "row_part_ptr": o.out_part, "out8_ptr": o.out8, "out_scale_ptr": o.out_scale, "splits": splits, "M": M, "C": C,
-    }  # fmt: skip
+    values = part, o.bias, o.scale, o.residual, o.out, o.out_part, o.out8, o.out_scale, splits, M, C
     constants = {"ROWS": _ROWS, "PARTS": row_parts(C), "DEPENDENT": dependent}
-    programs = ceil_div(M, _ROWS) * row_parts(C)
-    return Launch(_finish_residual_kernel, programs, args, constants, maxnreg=_REGISTERS, device=part.device)
+    return Launch.of(
+        _finish_residual_kernel, ceil_div(M, _ROWS) * row_parts(C), values, constants=constants, maxnreg=_REGISTERS,
+        device=part.device,
+    )  # fmt: skip

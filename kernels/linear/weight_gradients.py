@@ -273,15 +273,12 @@ def parameter_gradients(
     summed = [grad for _, grad, linear in residual if linear.bias is not None]
     M = summed[0].shape[0] if summed else 0
     programs = sum(ceil_div(part.shape[1], ROWS) * ceil_div(part.shape[2], COLS) for part in parts)
-    args = {
-        "folded": layer, "residual": branch, "folded2": layer2, "residual2": branch2,
-        "splits": splits, "sums": sums[0], "sums2": sums[1], "M": M,
-    }  # fmt: skip
     programs += sum(map(column_sum_tiles, summed))
-    Launch(_weight_grad_kernel, programs, args, {"ROWS": ROWS, "COLS": COLS}, device=device).run()
+    values, constants = (layer, branch, layer2, branch2, splits, *sums[:2], M), {"ROWS": ROWS, "COLS": COLS}
+    Launch.of(_weight_grad_kernel, programs, values, constants=constants, device=device).run()
     # `Launch.run` does nothing if there are no programs
     programs = sum(ceil_div(each[0], _VECTOR_COLS) for each in (norm, vectors, norm2, vectors2))
-    args = {"norm": norm, "branch": vectors, "norm2": norm2, "branch2": vectors2, "sums": ceil_div(M, SUM_ROWS)}
-    constants = {"WEIGHT_ROWS": ROWS, "WEIGHT_COLS": COLS, "COLS": _VECTOR_COLS}
-    Launch(_vector_grad_kernel, programs, args, constants, maxnreg=_REGISTERS, device=device).run()
+    values, constants = (norm, vectors, norm2, vectors2, ceil_div(M, SUM_ROWS)), {"WEIGHT_ROWS": ROWS}
+    constants |= {"WEIGHT_COLS": COLS, "COLS": _VECTOR_COLS}
+    Launch.of(_vector_grad_kernel, programs, values, constants=constants, maxnreg=_REGISTERS, device=device).run()
     return [found for found, *_ in layers], [found for found, *_ in branches]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import check_type
 from . import reference
 from .attention_bias import additive_mask, bias_of_mask, by_groups, checked_terms, score_terms, with_rel
 from .attention_operator import heads_first, run_attention, unsupported_reasons
@@ -18,6 +19,7 @@ from .descriptions import Keys, ScoreTerms, check_dtype, check_keys, check_tenso
 from .registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype
 
 _BATCH, _PACKED = "[B, H, N, D]", "[total, H, D]"
+_NUMBERS = (type(None), float, int, Tensor, torch.SymFloat, torch.SymInt)
 
 
 def attention(
@@ -155,6 +157,8 @@ def _attend(
     A tensor in terms.scale replaces `scale`.
     """
     first = qkv[0]
+    if not isinstance(scale, _NUMBERS) and not hasattr(scale, "__float__"):  # e.g. numpy's numbers have it
+        check_type("scale", scale, float, Tensor, type(None))
     cu_seqlens, max_seqlen, key_mask = keys or (None, 0, None)  # faster than `Keys()`
     backend = resolve_backend(backend, first.device, first.dtype)
     runs_kernel = backend == "triton" and not is_exporting()

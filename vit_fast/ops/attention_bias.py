@@ -13,7 +13,7 @@ from .descriptions import Keys, ScoreTerms, check_tensors, four_sizes
 
 
 def score_terms(
-    scale: float | Tensor | None, bias: Tensor | None, window_mask: Tensor | None, rel: tuple[Tensor, Tensor] | None
+    scale: float | Tensor | None, bias: Tensor | None, window_mask: Tensor | None, rel: Any
 ) -> ScoreTerms | None:
     """Groups the arguments of `attention`; returns None if `scale` is not a tensor and the others are absent."""
     if bias is None and window_mask is None and rel is None and not isinstance(scale, Tensor):
@@ -23,9 +23,13 @@ def score_terms(
     given = {name: tensor for name, tensor in given.items() if tensor is not None}
     if rel is not None:
         if not isinstance(rel, tuple | list) or len(rel) != 2:
-            raise ValueError(f"rel must be a pair of tensors (rel_h, rel_w), got {type(rel).__name__}")
+            got = f"a {type(rel).__name__}" + (f" of {len(rel)}" if isinstance(rel, tuple | list) else "")
+            raise ValueError(f"rel must be a pair of tensors, got {got}: pass (rel_h, rel_w)")
         given |= {"rel_h": rel[0], "rel_w": rel[1]}
     check_tensors(**given)
+    for name, tensor in given.items():
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}: call .to_dense()")
     return ScoreTerms(**given)
 
 
@@ -38,9 +42,10 @@ def checked_terms(
         name = "packed sequences" if keys.cu_seqlens is not None else "a key_mask with groups"
         raise ValueError(f"attention does not support {name} with a bias, window_mask, rel or a tensor as scale")
     if (groups := terms.groups) is not None:
-        if groups.dtype not in (torch.int32, torch.int64) or groups.dim() != 2 or groups.numel() != N:
-            got = f"{groups.dtype} {list(groups.shape)}"
-            raise ValueError(f"groups must be torch.int32 or torch.int64 [W, n] with W * n = {N}, got {got}")
+        fits = groups.dim() == 2 and groups.numel() == N and groups.device == device
+        if not fits or groups.dtype not in (torch.int32, torch.int64):
+            got = f"{groups.dtype} {list(groups.shape)} on {groups.device}"
+            raise ValueError(f"groups must be int32 or int64 [W, n] with W * n = {N} on {device}, got {got}")
         B, N, M = B * groups.shape[0], groups.shape[1], groups.shape[1]
     if terms.bias is not None and terms.bias.dim() == 3:
         terms = terms._replace(bias=terms.bias[None])

@@ -138,15 +138,8 @@ def interpreter_is_active() -> bool:
 
 _probed: dict[torch.device, tuple[str, ...]] = {}
 _probe_lock = threading.Lock()
-
-
-def _renew_probe_lock() -> None:
-    global _probe_lock
-    _probe_lock = threading.Lock()
-
-
 if hasattr(os, "register_at_fork"):  # another thread may hold the lock, and does not exist in the child process
-    os.register_at_fork(after_in_child=_renew_probe_lock)
+    os.register_at_fork(after_in_child=_probe_lock._at_fork_reinit)  # type: ignore[attr-defined]  # as `threading` does
 
 
 def probe_reasons(device: torch.device) -> tuple[str, ...]:

@@ -21,20 +21,11 @@ from torch import Tensor
 
 from ..errors import UnsupportedInputError
 from ..kernels.row_parts import row_parts
+from . import block_backward
 from .attention_bias import checked_terms
 from .attention_operator import attention_forward, inputs_of
 from .backends import fp8_reasons, kernel_reasons
-from .block_backward import (
-    NAMES,
-    WITH_GRADIENT,
-    BlockSettings,
-    block_flop,
-    block_gradient,
-    normed_linears,
-    residual_linears,
-    saved_outputs,
-    tensors_of,
-)
+from .block_backward import BlockSettings, normed_linears, residual_linears, saved_outputs, tensors_of
 from .descriptions import (
     DTYPES,
     E4M3,
@@ -327,7 +318,7 @@ def _saved(tensors: Sequence[Any], outputs: Sequence[Tensor], s: BlockSettings) 
 
 
 _kernel = operator(
-    "block", NAMES, BlockSettings, _block_forward, block_gradient, what="a block or layer_norm_mlp", fake=_fake,
-    flop=block_flop, with_gradient=lambda s: WITH_GRADIENT, saved=_saved,
-    unsaved_dtype=torch.float32, cached=1,
+    "block", block_backward.NAMES, BlockSettings, _block_forward, block_backward.block_gradient,
+    what="a block or layer_norm_mlp", fake=_fake, flop=block_backward.block_flop,
+    with_gradient=lambda s: block_backward.WITH_GRADIENT, saved=_saved, unsaved_dtype=torch.float32, cached=1,
 )  # fmt: skip
