@@ -7,9 +7,8 @@ children, hooks and state_dict keys of the module stay the same, so optimizers, 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -75,6 +74,23 @@ class FusedModule(nn.Module):
         if reasons:
             raise ValueError(f"{type(self).__qualname__} cannot be built: " + "; ".join(reasons))
         self.prepare("auto")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies by mixin and original, because pickle does not find a class that was created."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        if "original" not in vars(type(self)):  # fully_shard has changed its class
+            return reduced
+        return _new, type(self).__bases__, *reduced[2:]
+
+    @classmethod
+    def replaces(cls, original: type[nn.Module]) -> bool:
+        """Returns False for a class that has the name of a supported class, but not its forward."""
+        return True
+
+    @classmethod
+    def kind_of(cls, module: Any) -> str:
+        """Returns the `kind` of a module."""
+        return cls.kind
 
     @classmethod
     def examine(cls, module: Any) -> Finding:
@@ -175,32 +191,18 @@ def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
     return (cls,) if issubclass(cls, mixin) and "original" in vars(cls) else ()
 
 
-class Forms:
-    """Fused classes of a library, created on the first request and stored in the globals `file`, where pickle looks."""
+@functools.cache
+def form_of(mixin: type[FusedModule], original: type[nn.Module]) -> type[FusedModule]:
+    """Returns the fused class of a library's class; creates it at the first call."""
+    name = f"Fused{original.__name__}"
+    return type(
+        name, (mixin, original), {"__module__": mixin.__module__, "__qualname__": name, "__doc__": mixin.__doc__}
+    )
 
-    def __init__(self, file: dict[str, Any], mixins: Mapping[str, type[FusedModule]]) -> None:
-        self._file, self.mixins = file, mixins
 
-    def of(self, original: type[nn.Module]) -> type[FusedModule] | None:
-        """Returns the fused class of exactly this class, or None."""
-        mixin = self.mixins.get(f"{original.__module__}.{original.__qualname__}")
-        if mixin is None:
-            return None
-        name = f"Fused{original.__name__}"
-        fused: type[FusedModule] | None = self._file.get(name)
-        if fused is None or fused.original is not original:
-            about = {"__module__": self._file["__name__"], "__qualname__": name, "__doc__": mixin.__doc__}
-            fused = type(name, (mixin, original), about)
-            self._file[name] = fused
-        return fused
-
-    def named(self, name: str) -> type[FusedModule]:
-        """Imports the library and returns the fused class of this name; raises AttributeError if there is none."""
-        for path in self.mixins:
-            module, _, original = path.rpartition(".")
-            if name == f"Fused{original}" and (fused := self.of(getattr(importlib.import_module(module), original))):
-                return fused
-        raise AttributeError(f"module {self._file['__name__']!r} has no attribute {name!r}")
+def _new(mixin: type[FusedModule], original: type[nn.Module]) -> FusedModule:
+    form = form_of(mixin, original)
+    return form.__new__(form)
 
 
 def device_of(module: nn.Module) -> torch.device:

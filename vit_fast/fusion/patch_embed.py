@@ -22,7 +22,7 @@ CENTER = 128.0
 POWER = 64.0  # divides bytes and multiplies weights
 
 
-class FusedPatchConv(FusedModule, nn.Conv2d):
+class FusedPatchConv(FusedModule):
     """Convolution of a patch embedding for images in 0..255, uint8 or any floating dtype."""
 
     kind = "normalization"

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..blocks.fused import Finding, FusedContainer, FusedModule, FusedNormMlp, device_of, dtype_of
+from ..blocks.fused import Finding, FusedContainer, FusedModule, FusedNormMlp, device_of, dtype_of, form_of
 from ..blocks.fusion_report import UNKNOWN, ModuleReport
 from ..blocks.plain import forward_is_replaced, forward_reasons
 from ..errors import type_name
@@ -52,7 +52,7 @@ class Walk:
             for part in module.modules():  # fused by an earlier call
                 if part is not module and isinstance(part, FusedModule) and "original" in vars(type(part)):
                     self.changes.append(functools.partial(restore_class, part))
-            self._visit_created(name, module, recipe.kind, forms.attributes(module, recipe))
+            self._visit_created(name, module, forms.ReadModule, forms.attributes(module, recipe))
             found = True
         elif form is None:
             found = self._visit_other(name, module, inside_unknown)
@@ -66,7 +66,7 @@ class Walk:
             skipped = self._visit_fusable(name, module, form)
             self._visit_children(name, module, inside_unknown=skipped)
             is_read = any("MLP" in row.part and row.fused for row in self.rows[at + 1 :])
-            if skipped and is_read and form.kind == FusedNormMlp.kind:  # e.g. an MLP with a norm of its own
+            if skipped and is_read and form.kind_of(module) == FusedNormMlp.kind:  # e.g. an MLP with a norm of its own
                 del self.rows[at]
             found = True
         self._has_row[module] = found
@@ -127,17 +127,20 @@ class Walk:
             notes = [f"the rest runs as modules: {why}"]
             if module in self.found.spelled:
                 notes.append("with the backend sdpa, the products and the softmax of its forward run")
-            self._visit_created(name, module, forms.CoreModule.kind, {"vit_fast_width": width})
+            self._visit_created(name, module, forms.CoreModule, {"vit_fast_width": width})
             self.rows[-1] = dataclasses.replace(self.rows[-1], notes=(*self.rows[-1].notes, *notes))
         if part:
             self.rows.append(row_of(name, module, part, [why]))
         return True
 
-    def _visit_created(self, name: str, module: nn.Module, kind: str, attributes: dict[str, Any]) -> None:
-        """Handles a module whose fused class is created."""
+    def _visit_created(
+        self, name: str, module: nn.Module, mixin: type[FusedModule], attributes: dict[str, Any]
+    ) -> None:
+        """Handles a module of an unknown class."""
         module.__dict__.update(attributes)  # examined as if it were fused
         try:
-            self._visit_fusable(name, module, forms.form_of(type(module), kind), attributes)
+            original = type(module).original if isinstance(module, FusedModule) else type(module)
+            self._visit_fusable(name, module, form_of(mixin, original), attributes)
         finally:
             for own in attributes:
                 del module.__dict__[own]
@@ -153,7 +156,7 @@ class Walk:
         if not reasons:
             reasons, backend_notes = self._backend_reasons(module, form)
             notes += backend_notes
-        row = row_of(name, module, form.kind, reasons, () if reasons else notes)
+        row = row_of(name, module, form.kind_of(module), reasons, () if reasons else notes)
         self.rows.append(dataclasses.replace(row, condition="" if reasons else calls.condition))
         if not reasons:
             self._has_row.update(dict.fromkeys(finding.bypassed, True))
@@ -182,7 +185,7 @@ class Walk:
             raise ValueError(f"{CANNOT_NORMALIZE}: {'; '.join(reasons)}")
         self.rows.append(row_of(name, conv, FusedPatchConv.kind, notes=finding.notes))
         folded = {"vit_fast_mean": mean, "vit_fast_std": std}
-        self.changes.append(lambda: set_fused_class(conv, FusedPatchConv, "auto", **folded))
+        self.changes.append(lambda: set_fused_class(conv, form_of(FusedPatchConv, nn.Conv2d), "auto", **folded))
 
     def apply(self) -> None:
         """Applies all changes; if one fails, undoes the others."""

@@ -5,8 +5,13 @@ timm.create_model("vit_base_patch16_224", block_fn=FusedBlock, attn_layer=FusedA
 
 from __future__ import annotations
 
-from ..libraries.timm import timm_blocks
+from timm.layers.attention import Attention
+from timm.layers.attention_pool import AttentionPoolLatent
+from timm.models.vision_transformer import Block
 
-FusedAttention = timm_blocks.FORMS.named("FusedAttention")
-FusedBlock = timm_blocks.FORMS.named("FusedBlock")
-FusedAttentionPoolLatent = timm_blocks.FORMS.named("FusedAttentionPoolLatent")
+from ..blocks.fused import form_of
+from ..libraries.timm.timm_blocks import AttentionMixin, AttentionPoolLatentMixin, BlockMixin
+
+FusedAttention = form_of(AttentionMixin, Attention)
+FusedBlock = form_of(BlockMixin, Block)
+FusedAttentionPoolLatent = form_of(AttentionPoolLatentMixin, AttentionPoolLatent)

@@ -7,5 +7,5 @@ The files of a library define some of these names:
 - `build_peer`, which builds its model with our architecture
 - `recognize`, which describes a model for export
 - `packed_tower`, which packs the calls of a vision tower for CUDA graphs
-- FORMS, which creates fused classes from its classes and our mixins
+- MIXINS, which contains our mixins for its classes, by the path of the class
 """

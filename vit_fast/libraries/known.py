@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..blocks.fused import FusedContainer, FusedModule
+from ..blocks.fused import FusedContainer, FusedModule, form_of
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
 from . import fixed_grid, research_files, torchvision, vit_fast_model
@@ -92,7 +92,7 @@ def packed_tower(tower: nn.Module) -> PackedTower | None:
     return packed if known else None
 
 
-_FORMS = {path: file.FORMS for file in FUSABLE for path in file.FORMS.mixins}
+_MIXINS = {path: mixin for file in FUSABLE for path, mixin in file.MIXINS.items()}
 
 
 # mypy takes classes of modules for unhashable
@@ -102,8 +102,8 @@ _cached: Callable[[Function], Function] = functools.cache  # type: ignore[assign
 @_cached
 def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
     """Returns the fused class for instances of exactly this class, or None."""
-    forms = _FORMS.get(f"{cls.__module__}.{cls.__qualname__}")
-    return None if forms is None else forms.of(cls)
+    mixin = _MIXINS.get(f"{cls.__module__}.{cls.__qualname__}")
+    return form_of(mixin, cls) if mixin is not None and mixin.replaces(cls) else None
 
 
 @_cached

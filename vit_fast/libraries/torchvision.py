@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..blocks.fused import Finding, Forms, FusedBlocks, FusedModule, FusedNormMlp, fused_class
+from ..blocks.fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, fused_class
 from ..blocks.parts import AttentionParts, MlpParts
 from ..blocks.plain import PLAIN, is_touched, tensor_reasons, touch_reasons
 from ..blocks.reading import Reader, dropout_notes
@@ -122,7 +122,7 @@ class MultiheadAttentionMixin(FusedModule):
         if type(owner) is nn.TransformerEncoderLayer and TransformerEncoderLayerMixin.examine(owner).reasons:
             fast = "in evaluation mode without gradients, torch's fast path of TransformerEncoderLayer replaces it"
             return Finding(condition=f"with gradients: {fast}")
-        caller = FORMS.of(type(owner)) or type(owner)
+        caller = MIXINS.get(f"{type(owner).__module__}.{type(owner).__qualname__}", type(owner))
         is_known = problem is not None or issubclass(caller, TransformerEncoderLayerMixin | EncoderBlockMixin)
         return Finding() if is_known else Finding(condition=condition)
 
@@ -233,5 +233,3 @@ MIXINS: dict[str, type[FusedModule]] = {
     "torch.nn.modules.container.Sequential": FusedBlocks,
     "torchvision.models.vision_transformer.EncoderBlock": EncoderBlockMixin,
 }
-FORMS = Forms(globals(), MIXINS)
-__getattr__ = FORMS.named

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..blocks.fused import Forms, FusedModule, FusedNormMlp
 from ..blocks.fused import FusedBlocks as BlocksMixin
+from ..blocks.fused import FusedModule, FusedNormMlp
 from ..blocks.parts import AttentionParts, MlpParts
 from ..blocks.reading import Reader
 from ..layers import DropPath, LayerScale, Mlp
@@ -116,5 +116,3 @@ MIXINS: dict[str, type[FusedModule]] = {
     "vit_fast.model.Blocks": BlocksMixin,
     "vit_fast.layers.AttentionPool": AttentionPoolMixin,
 }
-FORMS = Forms(globals(), MIXINS)
-__getattr__ = FORMS.named

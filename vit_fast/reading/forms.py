@@ -53,17 +53,7 @@ class Recipe:
         return Reading(attached(module, self.attention), attached(module, self.mlp), self.layout, self.uses_sdpa)
 
 
-class Created(FusedModule):
-    """Base of the fused classes that are created for the class of a module."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies by the original class, because pickle looks up classes by name."""
-        if "original" not in vars(type(self)):  # fully_shard has changed its class
-            return super().__reduce_ex__(protocol)
-        return _new, (type(self).original, self.kind), self.__dict__
-
-
-class CoreModule(Created):
+class CoreModule(FusedModule):
     """A module whose attention cores run with the backend; the rest stays the same."""
 
     kind = "attention core"
@@ -82,13 +72,18 @@ class CoreModule(Created):
         return Attends.run(self.vit_fast_backend, super().forward, *args, **kwargs)
 
 
-class ReadModule(Created, FusedNormMlp):
+class ReadModule(FusedNormMlp):
     """A module that was read by its computation. Calls that differ from the captured call run the original."""
 
     in_sequence, stands_alone = False, True
     vit_fast_recipe: Recipe
     vit_fast_state: tuple[Any, ...]
     vit_fast_structure: tuple[Any, ...]
+
+    @classmethod
+    def kind_of(cls, module: Any) -> str:
+        kind: str = module.vit_fast_recipe.kind
+        return kind
 
     @classmethod
     def head_width(cls, module: Any) -> int | None:
@@ -213,9 +208,6 @@ class ReadModule(Created, FusedNormMlp):
         return parts
 
 
-_FORMS: dict[tuple[type[nn.Module], str], type[FusedModule]] = {}
-
-
 def attributes(module: nn.Module, recipe: Recipe) -> dict[str, Any]:
     """Returns the attributes that a fused class needs."""
     return {
@@ -231,18 +223,3 @@ def hidden_name(module: nn.Module) -> str | None:
     own = itertools.takewhile(lambda cls: cls is not nn.Module, type(module).__mro__)
     stores = (vars(module), module._parameters, module._buffers, module._modules, *map(vars, own))
     return next((name for store in stores for name in store if name in names and not hasattr(nn.Module, name)), None)
-
-
-def form_of(original: type[nn.Module], kind: str) -> type[FusedModule]:
-    """Returns the fused class of a class; creates it at the first call."""
-    if (original, kind) not in _FORMS:
-        name = f"Fused{original.__name__}"
-        base = CoreModule if kind == CoreModule.kind else ReadModule
-        about = {"__module__": __name__, "__qualname__": name, "__doc__": base.__doc__, "kind": kind}
-        _FORMS[original, kind] = type(name, (base, original), about)
-    return _FORMS[original, kind]
-
-
-def _new(original: type[nn.Module], kind: str) -> Any:
-    form: Any = form_of(original, kind)
-    return form.__new__(form)

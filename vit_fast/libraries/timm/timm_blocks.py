@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...blocks.fused import Finding, Forms, FusedModule, FusedNormMlp, fused_class
+from ...blocks.fused import Finding, FusedModule, FusedNormMlp, fused_class
 from ...blocks.parts import AttentionParts, MlpParts
 from ...blocks.plain import is_touched
 from ...blocks.reading import Reader
@@ -280,5 +280,3 @@ MIXINS: dict[str, type[FusedModule]] = {
     "timm.models.deepseek_vit.DeepseekVitBlock": EvaBlockMixin,
     "timm.layers.attention_pool.AttentionPoolLatent": AttentionPoolLatentMixin,
 }
-FORMS = Forms(globals(), MIXINS)
-__getattr__ = FORMS.named

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...blocks.block import run_blocks, run_packed_blocks
-from ...blocks.fused import Forms, FusedContainer, FusedModule
+from ...blocks.fused import FusedContainer, FusedModule
 from ...blocks.plain import is_touched
 from ...ops.descriptions import Keys
 from ...ops.registration import is_exporting
@@ -165,5 +165,3 @@ MIXINS: dict[str, type[FusedModule]] = {
     "timm.models.vision_transformer.VisionTransformer": VisionTransformerMixin,
     "timm.models.naflexvit.NaFlexVit": NaFlexVitMixin,
 }
-FORMS = Forms(globals(), MIXINS)
-__getattr__ = FORMS.named

@@ -8,14 +8,13 @@ tower packs images and passes their lengths, and SigLIP 2's fused tower passes a
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...blocks.fused import Finding, Forms, FusedModule
+from ...blocks.fused import Finding, FusedModule
 from ...ops.descriptions import Keys
 from ...ops.registration import is_exporting
 from .encoder_layer import FusedLayer
@@ -46,17 +45,6 @@ class FusedTower(FusedModule):
     """A whole model. transformers finds its outputs and weight names by module and name of the original class."""
 
     passes_for_original = True
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies by the original class, because pickle looks up classes by name."""
-        if "original" not in vars(type(self)):  # fully_shard has changed its class
-            return super().__reduce_ex__(protocol)
-        return _new_tower, (type(self).original,), self.__dict__
-
-
-def _new_tower(original: type[nn.Module]) -> Any:
-    form: Any = FORMS.of(original)
-    return form.__new__(form)
 
 
 class FusedTowerWithLengths(FusedTower):
@@ -130,12 +118,4 @@ def _mixins() -> dict[str, type[FusedModule]]:
     return {path.format(*name.split(".")): mixin for name, mixin in found.items()}
 
 
-class _Forms(Forms):
-    def of(self, original: type[nn.Module]) -> type[FusedModule] | None:
-        """Returns None for ViTAttention of transformers 4, which only contains ViTSelfAttention and ViTSelfOutput."""
-        name = original.__name__.removesuffix("Attention") + "SelfAttention"
-        return None if hasattr(inspect.getmodule(original), name) else super().of(original)
-
-
-FORMS = _Forms(globals(), _mixins())
-__getattr__ = FORMS.named
+MIXINS = _mixins()

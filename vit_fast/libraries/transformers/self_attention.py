@@ -71,6 +71,12 @@ class FusedSelfAttention(FusedModule):
             cls.registered = vars(sys.modules[cls.original.__module__]).get("ALL_ATTENTION_FUNCTIONS")
             cls.plain = plain_functions()
 
+    @classmethod
+    def replaces(cls, original: type[nn.Module]) -> bool:
+        """Returns False for ViTAttention of transformers 4, which only contains ViTSelfAttention and ViTSelfOutput."""
+        name = original.__name__.removesuffix("Attention") + "SelfAttention"
+        return not hasattr(sys.modules[original.__module__], name)
+
     @property
     def vit_fast_scale(self) -> float:
         return float(first_attribute(self, "scaling", "scale"))
