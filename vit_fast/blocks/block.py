@@ -40,7 +40,6 @@ from .parts import (
     block_tensors,
     keys_at,
     options_of,
-    sources,
     tensor_of,
 )
 from .plain import is_touched
@@ -213,7 +212,7 @@ def _tensors_for(
         fc2 = None if mlp is None else mlp.with_scale(mlp.fc2)
         # read the weights only if gradients are possible, because this runs in every forward
         if not torch.is_grad_enabled() or not needs_gradient(
-            x, *(proj or ()), *(fc2 or ()), *(tensor_of(*slot) for slot in sources(attention, mlp, False))
+            x, *(proj or ()), *(fc2 or ()), *(tensor_of(*slot) for slot in frozen.slots)
         ):
             if frozen.rope_head and rope is not None:
                 rope = interleave(rope, frozen.rope_head)

@@ -29,8 +29,6 @@ _HOW_TO_LEAVE = "to turn FP8 off, call vit_fast.fuse(model)"
 class FrozenFp8(Frozen):
     """Cached linear layers of a block that runs in e4m3; `layers` is refreshed in place."""
 
-    every_source = True
-
     def __init__(self, attention: AttentionParts, mlp: MlpParts, scales: BlockScales, rope_head: int) -> None:
         self._scales = scales
         super().__init__(attention, mlp, tensor_of(*mlp.fc1.weights[0]).dtype, rope_head)

@@ -38,7 +38,6 @@ class Frozen:
     the scores that are computed from other tensors.
     """
 
-    every_source = False  # see `sources`
     marked_static = False  # True if the tensors are marked with mark_static_address
     layers: Any = None
     in_place: Collection[int] = ()  # ids of tensors that are read in each call, so that changes in place have an effect
@@ -46,7 +45,7 @@ class Frozen:
     # an AttentionParts and an MlpParts, or one of them and None; only `FrozenFp8` needs both
     def __init__(self, attention: Any, mlp: Any, dtype: torch.dtype, rope_head: int) -> None:
         self.attention, self.mlp, self.dtype, self.rope_head = attention, mlp, dtype, rope_head
-        self._sources = sources(attention, mlp, self.every_source)
+        self.slots = sources(attention, mlp)
         self.tensors: list[Tensor] = []
         self._lock = threading.Lock()
         self._snapshots: list[_Snapshot] = []
@@ -60,7 +59,7 @@ class Frozen:
         """Recomputes the cached tensors in the same memory; raises ReshapedError if a shape or device changed."""
         # inference tensors cannot be updated in place outside of inference mode
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            snapshots = [_snapshot(owner, name) for owner, name in self._sources]
+            snapshots = [_snapshot(owner, name) for owner, name in self.slots]
             self._recompute()
             if self.tensors and self.tensors[0].is_cuda:
                 if torch.cuda.is_current_stream_capturing():

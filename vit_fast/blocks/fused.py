@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from .block import parts_of, run_as_block, run_blocks, run_mlp, runs_whole
 from .fp8_scales import PLACE, prepare_to_load
 from .parts import AttentionParts, BlockParts, MlpParts
 from .reading import Reader, read_block
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LEAVES = ("torch.nn.", "torch.ao.nn.")  # torch.fx never traces into modules whose class is in these packages
 
@@ -191,7 +193,11 @@ def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
     return (cls,) if issubclass(cls, mixin) and "original" in vars(cls) else ()
 
 
-@functools.cache
+# mypy takes classes of modules for unhashable
+cached: Callable[[Function], Function] = functools.cache  # type: ignore[assignment]
+
+
+@cached
 def form_of(mixin: type[FusedModule], original: type[nn.Module]) -> type[FusedModule]:
     """Returns the fused class of a library's class; creates it at the first call."""
     name = f"Fused{original.__name__}"

@@ -40,7 +40,6 @@ TOKENS = (197, 50, 577)  # numbers of tokens that attention is measured with; li
 class Packed(Frozen):
     """The packed linear layers of a block or half; packed again, like a `Frozen`, when the weights change."""
 
-    every_source = True
     _selected: dict[str, str] | None = None  # implementations by name of the layer and number of tokens of attention
 
     def _recompute(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -319,36 +319,32 @@ def options_of(
             "terms": None if terms is None else terms.now(device, computed),
         }  # fmt: skip
     if mlp is not None:
-        eps2, inner = mlp.norm.eps, mlp.inner_norm
-        options["norm"], options["activation"] = mlp.norm.kind, mlp.activation
-        options["inner_norm"] = None if inner is None else (inner.kind, inner.eps)
+        eps2 = mlp.norm.eps
+        options |= {"norm": mlp.norm.kind, "activation": mlp.activation, "inner_norm": mlp.inner}
     options["eps"] = eps1, eps2
     return options
 
 
-def sources(attention: AttentionParts | None, mlp: MlpParts | None, every: bool = True) -> list[Slot]:
-    """Returns the slots of all parameters of a block; without `every`, only slots that folded weights depend on."""
-    norms: list[NormParts | None] = []
-    linears: list[LinearParts | None] = []
-    slots: list[Slot | None] = []
-    if attention is not None:
-        linears.append(attention.qkv)
-        slots += [(attention.proj, "weight"), (attention.proj, "bias") if every else None]
-        if attention.terms is not None and (every or attention.terms.derived):
-            slots += attention.terms.slots
-        if every and attention.qk_norm is not None:
-            norms += [attention.qk_norm.q, attention.qk_norm.k]
-    if mlp is not None:
-        norms.append(mlp.inner_norm)
-        linears += [mlp.fc1, mlp.gate]
-        slots += [(mlp.fc2, "weight"), (mlp.fc2, "bias") if every or mlp.inner_norm is not None else None]
-    for half in filter(None, (attention, mlp)):
-        norms += [half.norm, half.branch_norm, half.end_norm]
-        slots.append(half.layer_scale if every else None)
-    slots += [slot for norm in norms if norm is not None for slot in norm.slots]
-    slots += [slot for linear in linears if linear is not None for slot in (*linear.weights, *linear.biases)]
-    found = [origin for slot in slots if slot is not None for origin in origins(slot)]
+def sources(attention: AttentionParts | None, mlp: MlpParts | None) -> list[Slot]:
+    """Returns the slots of all parameters of a block, apart from tables of rotary embeddings."""
+    halves = None if attention is None else replace(attention, rope=None), mlp
+    found = [origin for slot in slots_of(halves) for origin in origins(slot)]
     return [slot for slot in found if not isinstance(slot[0], Argument)]
+
+
+def slots_of(parts: Any) -> Iterator[Slot]:
+    """Yields the slots of all tensors that parts depend on."""
+    if isinstance(parts, tuple) and len(parts) == 2 and isinstance(parts[0], nn.Module | Derived):
+        yield parts
+    elif isinstance(parts, tuple):
+        for each in parts:
+            yield from slots_of(each)
+    elif isinstance(parts, nn.Module):  # a linear layer
+        yield from ((parts, "weight"), (parts, "bias"))
+    elif is_dataclass(parts):
+        for each in fields(parts):
+            if each.name not in ("module", "drop_path", "dropouts"):
+                yield from slots_of(getattr(parts, each.name))
 
 
 def origins(slot: Slot) -> tuple[Slot, ...]:
@@ -364,12 +360,6 @@ def keys_at(cu_seqlens: Slot | None, x: Tensor) -> Keys | None:
 
 
 def tensors_of(owner: nn.Module) -> tuple[Any, Any]:
-    if torch.compiler.is_compiling():
-        return matrix(owner.weight), owner.bias  # type: ignore[arg-type]  # a Parameter
-    own = owner.__dict__
-    parameters = own["_parameters"]
-    if "weight" in parameters and "bias" in parameters and "weight" not in own and "bias" not in own:
-        return matrix(parameters["weight"]), parameters["bias"]
     return matrix(tensor_of(owner, "weight")), tensor_of(owner, "bias")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import type_name
 from ..ops import reference
-from .parts import AttentionParts, BlockParts, LinearParts, MlpParts, NormParts, QkNormParts, Slot, TermParts
+from .parts import AttentionParts, BlockParts, LinearParts, MlpParts, NormParts, QkNormParts, Slot
 from .plain import Edge, Watch, tensor_reasons, touch_reasons
 
 ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
@@ -167,25 +167,23 @@ class Reader(Inspector):
 
     def attention(
         self, module: str, norm: str, qkv: tuple[str, ...], proj: str, *, biases: tuple[str, ...] | None = None,
-        qk_norm: tuple[str, str] | None = None, qk_norm_over: str = "head", rotates_halves: bool = False,
-        inside: Mapping[str, Classes] | None = None, empty: Iterable[str] = (), dropouts: Iterable[str] = (),
-        rates: Iterable[str] = (), num_heads: int, scale: float | None = None, layer_scale: str | None = None,
-        drop_path: str | None = None, terms: TermParts | None = None,
+        qk_norm: tuple[str, str] | None = None, inside: Mapping[str, Classes] | None = None, empty: Iterable[str] = (),
+        dropouts: Iterable[str] = (), rates: Iterable[str] = (), layer_scale: str | None = None,
+        drop_path: str | None = None, num_heads: int, scale: float | None = None, rotates_halves: bool = False,
     ) -> AttentionParts | None:  # fmt: skip
         """Reads the first half of a block by the paths of its parts; returns None and adds `reasons` if not fusible.
 
         `qkv` is one linear layer, three linear layers, or a MultiheadAttention. `biases` replace the biases of qkv.
-        `rates` are dropout probabilities that are plain attributes. See `mlp` for `inside` and `empty`. The reader must
-        watch the tensors of `terms`.
+        `rates` are dropout probabilities that are plain attributes. See `mlp` for `inside` and `empty`.
         """
         if not self._check_classes(inside):
             return None
         parts = AttentionParts(
             module=self.watch(module), norm=self.norm(norm), qkv=self._joined(qkv, None, biases),
-            qk_norm=None if qk_norm is None else self._qk_norm(*qk_norm, qk_norm_over), num_heads=num_heads,
+            qk_norm=None if qk_norm is None else self._qk_norm(*qk_norm), num_heads=num_heads,
             scale=scale, proj=self.linear(proj, LINEAR_CLASSES), layer_scale=self._layer_scale(layer_scale),
             drop_path=self._drop_path(drop_path), dropouts=(*map(self.dropout, dropouts), *map(self.slot, rates)),
-            rotates_halves=rotates_halves, terms=terms,
+            rotates_halves=rotates_halves,
         )  # fmt: skip
         return self._if_fusible(parts, empty)
 
@@ -214,11 +212,11 @@ class Reader(Inspector):
             self.reasons += tensor_reasons(path, self.watch(path))
         return LinearParts(weights, own if biases is None else tuple(map(self.slot, biases)), chunk)
 
-    def _qk_norm(self, q: str, k: str, over: str) -> QkNormParts | None:
+    def _qk_norm(self, q: str, k: str) -> QkNormParts | None:
         norms = [None if self._is_absent(path) else self.norm(path) for path in (q, k)]
         of_q, of_k = norms
         if of_q is not None and of_k is not None and (of_q.kind, of_q.eps) == (of_k.kind, of_k.eps):
-            return QkNormParts(of_q, of_k, over)
+            return QkNormParts(of_q, of_k, "head")
         if of_q is not of_k:
             self.reasons.append(f"{q} and {k} must be norms of equal kind and epsilon, or both be absent")
         return None

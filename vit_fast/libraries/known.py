@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import re
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..blocks.fused import FusedContainer, FusedModule, form_of
+from ..blocks.fused import FusedContainer, FusedModule, cached, form_of
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
 from . import fixed_grid, research_files, torchvision, vit_fast_model
@@ -22,8 +21,6 @@ from .interface.packed_tower import PackedTower
 from .interface.weight_names import Converted
 from .timm import timm_blocks, timm_model, timm_towers
 from .transformers import families, graph_towers, hf_model
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 NAMED_WEIGHTS = (research_files.GOOGLE, torchvision, hf_model, research_files.CLIP, timm_model)
 CONFIGURATIONS = (timm_model, hf_model)
@@ -86,27 +83,21 @@ def prepare_attention(model: Any, undo: contextlib.ExitStack) -> None:
 
 
 def packed_tower(tower: nn.Module) -> PackedTower | None:
-    """Returns the PackedTower of a tower with layers that `fuse` supports; None for other models."""
-    packed = next((found for library in TOWERS if (found := library.packed_tower(tower)) is not None), None)
-    known = packed and any(isinstance(each, FusedModule) or fused_form(type(each)) for each in tower.modules())
-    return packed if known else None
+    """Returns the PackedTower of a vision tower; None for other models."""
+    return next((found for library in TOWERS if (found := library.packed_tower(tower)) is not None), None)
 
 
 _MIXINS = {path: mixin for file in FUSABLE for path, mixin in file.MIXINS.items()}
 
 
-# mypy takes classes of modules for unhashable
-_cached: Callable[[Function], Function] = functools.cache  # type: ignore[assignment]
-
-
-@_cached
+@cached
 def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
     """Returns the fused class for instances of exactly this class, or None."""
     mixin = _MIXINS.get(f"{cls.__module__}.{cls.__qualname__}")
     return form_of(mixin, cls) if mixin is not None and mixin.replaces(cls) else None
 
 
-@_cached
+@cached
 def reason_against(cls: type[nn.Module]) -> str | None:
     """Returns why a class without a fused class has none, if it is derived from a class that has one."""
     for base in cls.__mro__[1:]:

@@ -16,13 +16,13 @@ from ..blocks.fastest import Timed, fastest, is_traced
 from ..blocks.fused import Finding, FusedModule, FusedNormMlp
 from ..blocks.outlines import Node, attached
 from ..blocks.packed import packed_for, run_packed
-from ..blocks.parts import Argument, AttentionParts, BlockParts, Derived, MlpParts, keys_at, origins
+from ..blocks.parts import Argument, AttentionParts, BlockParts, Derived, MlpParts, keys_at, origins, slots_of
 from ..blocks.reading import Reader
 from ..ops.registration import is_exporting, matmul_dtype, needs_gradient
 from .arguments import Ties, bound, fits
 from .calls import Call, Kind, attributes_of, drop_slots, state_of, structure_of
 from .matcher import Reading
-from .proof import Dtypes, slots_of
+from .proof import Dtypes
 from .scores import Attends
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..blocks.block import run_halves
-from ..blocks.parts import Argument, Derived, Slot, origins, tensor_at
+from ..blocks.parts import Argument, origins, slots_of, tensor_at
 from .arguments import Probe, arguments_of, bound
 from .calls import drop_slots
 from .capture import Graph, UnreadableError, tokens_like
@@ -26,21 +26,6 @@ def run_reading(reading: Reading, x: Tensor, backend: str, others: Sequence[Tens
     """Computes the module from its parts and the other tensors of a call. Keeps the module's layout."""
     attention = bound(reading.attention, others)
     return reading.restored(run_halves(attention, reading.mlp, reading.batched(x), backend), x)
-
-
-def slots_of(parts: Any) -> Iterator[Slot]:
-    """Yields the slots of all tensors that parts depend on."""
-    if isinstance(parts, tuple) and len(parts) == 2 and isinstance(parts[0], nn.Module | Derived):
-        yield parts
-    elif isinstance(parts, tuple):
-        for each in parts:
-            yield from slots_of(each)
-    elif isinstance(parts, nn.Module):  # a linear layer
-        yield from ((parts, "weight"), (parts, "bias"))
-    elif is_dataclass(parts):
-        for each in fields(parts):
-            if each.name not in ("module", "drop_path", "dropouts"):
-                yield from slots_of(getattr(parts, each.name))
 
 
 def check_complete(graph: Graph, reading: Reading, names: Sequence[int | str]) -> None:

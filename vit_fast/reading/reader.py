@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.outlines import detached
-from ..blocks.parts import Derived
+from ..blocks.parts import Derived, slots_of
 from ..blocks.plain import touch_reasons
 from ..version import memory_bytes
 from .arguments import BOUNDS, Probe, Ties, bound, margin, of_other_batch, ties_of
@@ -31,7 +31,6 @@ from .proof import (
     prove_other_weights,
     proved_dtypes,
     run_reading,
-    slots_of,
     with_drop_paths,
 )
 from .recorder import Found, Record, recorded
