@@ -9,9 +9,8 @@ from timm.layers.attention import Attention
 from timm.layers.attention_pool import AttentionPoolLatent
 from timm.models.vision_transformer import Block
 
-from ..blocks.fused import form_of
-from ..libraries.timm.timm_blocks import AttentionMixin, AttentionPoolLatentMixin, BlockMixin
+from ..libraries.known import fused_form
 
-FusedAttention = form_of(AttentionMixin, Attention)
-FusedBlock = form_of(BlockMixin, Block)
-FusedAttentionPoolLatent = form_of(AttentionPoolLatentMixin, AttentionPoolLatent)
+FusedAttention = fused_form(Attention)
+FusedBlock = fused_form(Block)
+FusedAttentionPoolLatent = fused_form(AttentionPoolLatent)
