@@ -62,8 +62,7 @@ def parse_candidate(word: str) -> Candidate:
         raise ValueError(f"candidate {word!r}: the mode must be one of {', '.join(COMPILE_MODES)}, got {found!r}")
     if not CANDIDATES[name].compilable:
         raise ValueError(f"candidate {name!r} cannot be compiled by torch.compile: use {name!r} alone")
-    engine: Any = "compile" if found in ("default", "freezing") else found
-    return dataclasses.replace(CANDIDATES[name], engine=engine, frozen=found == "freezing")
+    return dataclasses.replace(CANDIDATES[name], engine=found)
 
 
 def choose(

@@ -53,7 +53,7 @@ CASES = [
 ]
 SLOW_CASES = [
     (Candidate("onnxruntime", precision="int8", split=1), None),
-    (Candidate("compile", frozen=True), None),
+    (Candidate("freezing"), None),
     (Candidate("onnxruntime", split=1), "plain"),
     (Candidate("onnxruntime", precision="int8"), "beside"),
 ]
@@ -101,7 +101,7 @@ def test_unavailable_candidates_state_the_reason(model, images, exported) -> Non
         (FUSED, plain, images, "supports no module of the model"),
         (FUSED, hooked, images, r"hooks of blocks\.0 would not run"),
         (Candidate("onnxruntime"), Around(lambda m, x: {"a": m.inner(x), "b": x}), images, "must return one tensor"),
-        (Candidate("compile"), OnnxFile(exported("plain")), images, "an ONNX file runs only in"),
+        (Candidate("default"), OnnxFile(exported("plain")), images, "an ONNX file runs only in"),
         (int8, OnnxFile(exported("pixels")), pixels, "got uint8"),
     ):
         with pytest.raises(UnsupportedInputError, match=reason):
@@ -223,7 +223,7 @@ def test_a_result_is_cached_saved_and_loaded(model, images, one_engine, tmp_path
     assert not vit_fast.optimize(model, images[:2], budget_s=1, **how).from_cache, "another batch"
     assert not vit_fast.optimize(model, images, budget_s=1, again=True, **how).from_cache
     (tmp_path / "bad.json").write_text("{}")
-    for file, other, message in (("fast", {"depth": 1}, "saved for another model"), ("bad", {}, "must be 2, got None")):
+    for file, other, message in (("fast", {"depth": 1}, "saved for another model"), ("bad", {}, "must be 3, got None")):
         with pytest.raises(ValueError, match=message):
             vit_fast.load_optimized(tmp_path / f"{file}.json", vit_fast.create_model("vit_test", **other))
 

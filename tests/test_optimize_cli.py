@@ -71,7 +71,7 @@ def test_json_and_errors_with_brackets(capsys: pytest.CaptureFixture[str], only,
 
 
 @pytest.mark.fast_cases("fused sdpa, bf16")
-@pytest.mark.parametrize("choice", [Candidate("onnxruntime"), ROUNDED, Candidate("compile")], ids=lambda c: c.name)
+@pytest.mark.parametrize("choice", [Candidate("onnxruntime"), ROUNDED, Candidate("default")], ids=lambda c: c.name)
 def test_exported_folder(choice: Candidate, only, tmp_path: Path) -> None:
     only(choice)
     folder = tmp_path / "deployed"
@@ -81,7 +81,7 @@ def test_exported_folder(choice: Candidate, only, tmp_path: Path) -> None:
     opened, path = open_model("vit_test", 2, ()), folder / described["file"]
     if choice.engine == "onnxruntime":
         output = OnnxRunner(path, "cpu")(opened.example)
-    elif choice.engine == "compile":
+    elif choice.engine == "default":
         output = torch._inductor.aoti_load_package(str(path))(opened.example)
     else:
         output = torch.export.load(path).module()(opened.example.bfloat16()).float()

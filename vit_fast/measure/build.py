@@ -125,7 +125,7 @@ def changed_copy(
         fuse(work, precision="fp8", min_agreement=min_agreement if classifies and min_agreement else None)
     elif candidate.attention or candidate.mlp:
         _fuse_parts(work, candidate, example)
-    if candidate.frozen and candidate.engine != "compile" and not freeze(work):
+    if candidate.frozen and not freeze(work):
         raise UnsupportedInputError(candidate.name, ["vit_fast.freeze supports no module of the model"])
     return work
 

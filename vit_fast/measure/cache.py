@@ -25,7 +25,7 @@ from ..version import describe
 from ..weights.source import weights_digest
 from .candidate import Candidate, tensors_in
 
-FORMAT = 2
+FORMAT = 3
 # Required fields.
 KEY = ("machine", "model", "example", "request")
 FIGURES = (

@@ -22,9 +22,10 @@ from ..errors import UnsupportedInputError
 from . import clock
 from .clock import Call, begin, memory_in_use, peak_memory_of_call, synchronize
 
-Engine = Literal["torch", "compile", "reduce-overhead", "max-autotune", "onnxruntime", "tensorrt", "openvino"]
-# Modes of `+compile:MODE`; "freezing" is Inductor's option (weights as constants).
-COMPILE_MODES = ("default", "freezing", "reduce-overhead", "max-autotune")
+CompileMode = Literal["default", "freezing", "reduce-overhead", "max-autotune"]
+Engine = Literal["torch", CompileMode, "onnxruntime", "tensorrt", "openvino"]
+# Modes of torch.compile; "freezing" is Inductor's option (weights as constants).
+COMPILE_MODES: tuple[CompileMode, ...] = get_args(CompileMode)
 GRAPH_MODES = COMPILE_MODES[2:]  # capture CUDA graphs
 Precision = Literal["bf16", "fp16", "int8", "fp8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -75,9 +76,7 @@ class Candidate:
     @property
     def compile_mode(self) -> str:
         """The mode of torch.compile, or "none"."""
-        if self.engine == "torch" or self.runs_file:
-            return "none"
-        return "freezing" if self.frozen else "default" if self.engine == "compile" else self.engine
+        return self.engine if self.engine in COMPILE_MODES else "none"
 
     @property
     def runs_file(self) -> bool:
@@ -94,7 +93,7 @@ class Candidate:
             "" if self.attention != self.mlp or self.mlp is None else f"fused {self.mlp}",
             "" if self.attention in (None, self.mlp) else f"attention {self.attention}",
             "" if self.mlp in (None, self.attention) else f"MLP {self.mlp}",
-            "" if mode == "none" else "torch.compile" if self.engine == "compile" else f"torch.compile {self.engine}",
+            {"none": "", "default": "torch.compile"}.get(mode, f"torch.compile {mode}"),
             RUNTIMES.get(self.engine, ""),
             self.precision or "",
             "frozen" if self.frozen else "",

@@ -28,7 +28,7 @@ from ..files import folder_aside
 from . import cache
 from .build import Optimized, arguments, changed_copy, map_floating, only_images
 from .cache import CachedResult
-from .candidate import DTYPES, ORIGINAL, PRECISIONS, Candidate, Precision, describe_error
+from .candidate import COMPILE_MODES, DTYPES, ORIGINAL, PRECISIONS, Candidate, Precision, describe_error
 from .clock import format_number, percentile, ratio, ratio_interval
 from .limits import patient_interrupt
 from .runtimes import OnnxFile, write_onnx
@@ -36,7 +36,7 @@ from .search import SHARE, Found, Objective, Refused, paired, search
 from .trials import Checked, Trials, candidates, candidates_of_file, device_of_example, first_batch, slow_precisions
 
 REBUILDING_S = 1800.0  # time limit to build a cached candidate
-COMPILE_ALONE = [Candidate(engine, frozen=frozen) for engine in ("compile", "max-autotune") for frozen in (False, True)]
+COMPILE_ALONE = [Candidate(mode) for mode in COMPILE_MODES]
 FIGURES = "optimize.json"
 
 

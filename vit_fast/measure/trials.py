@@ -31,6 +31,7 @@ from .candidate import (
     ORIGINAL,
     PRECISIONS,
     Candidate,
+    Engine,
     Precision,
     Reference,
     describe_error,
@@ -48,8 +49,8 @@ from .search import HOPELESS, OutOfTime, Refused
 
 # Typical seconds to build a candidate, without its calls (two cores of a Zen 3); `Trials.seconds` scales them.
 ENGINE_S = {
-    "torch": 1.0, "compile": 40.0, "reduce-overhead": 45.0, "max-autotune": 150.0, "onnxruntime": 0.5, "openvino": 1.5,
-    "tensorrt": 60.0,
+    "torch": 1.0, "default": 40.0, "freezing": 40.0, "reduce-overhead": 45.0, "max-autotune": 150.0, "onnxruntime": 0.5,
+    "openvino": 1.5, "tensorrt": 60.0,
 }  # fmt: skip
 EXPORT_S, QUANTIZE_S = 13.0, 12.0
 CALLS = 6  # of a preparation
@@ -74,11 +75,11 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Can
             fused = Candidate(attention=attention, mlp=mlp, precision=precision)
             graphed = replace(fused, graphs=True, frozen=attention == mlp == "triton")
             found += [fused, graphed] if on_cuda else [replace(fused, frozen=True), fused]
-        compiled = Candidate("compile", precision=precision)
         # on a CPU, freezing packs weights for its matmuls; on CUDA, fused kernels join the compiled graph
-        fused = replace(compiled, attention=backends[0], mlp=backends[0], frozen=not on_cuda)
-        found += [fused, compiled]
-        found += [replace(fused, engine="max-autotune") if on_cuda else replace(compiled, frozen=True)]
+        engine: Engine = "default" if on_cuda else "freezing"
+        fused = Candidate(engine, backends[0], backends[0], precision)
+        other = replace(fused, engine="max-autotune") if on_cuda else Candidate("freezing", precision=precision)
+        found += [fused, Candidate("default", precision=precision), other]
     if "fp8" in allowed:  # if fp8 is unavailable, the table contains the reason
         eight_bit = Candidate(attention="triton", mlp="triton", precision="fp8")
         found += [eight_bit, replace(eight_bit, graphs=True)] if on_cuda else [eight_bit]
