@@ -65,8 +65,10 @@ def read_graph(graph: Graph, root: nn.Module) -> Reading:
     """Reads the whole graph as one block, half or attention layer; raises UnreadableError with the reason."""
     matcher = Matcher(graph, root)
     x, y = graph.values[graph.input], matcher.output
-    if y.shape != x.shape or not matcher.linears:
+    if y.shape != x.shape:
         raise UnreadableError(f"it maps {tuple(x.shape)} to {tuple(y.shape)}, not tokens to tokens of the same shape")
+    if not matcher.linears:
+        raise UnreadableError("it has no linear layer that maps its tokens")
     first = None
     for layout in LAYOUTS.get(x.dim(), ()) if matcher.cores else ("[..., C]",):
         try:
