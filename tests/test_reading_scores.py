@@ -60,6 +60,11 @@ def narrow(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return (q @ k.mT).softmax(-1) @ v[..., :3]
 
 
+def transposed(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    weights = (q @ k.mT).softmax(-1).transpose(-1, 2)
+    return (v.mT @ F.dropout(weights.mT.mT, 0.5, training=False)).mT + weights.shape[-1]
+
+
 def over_queries(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return (q @ k.mT).softmax(-2) @ v
 
@@ -122,6 +127,7 @@ def both(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]
 
 FUSED: dict[Function, int] = {
     in_place: 1, keys_first: 1, batches: 2, learned_scale: 1, without_keys: 1, wide: 1, narrow: 1, both: 1,
+    transposed: 1,
 }  # fmt: skip
 OTHERS: list[Function] = [
     over_queries, biased_after, filled, two_softmaxes, by_token, sum_of_two, hooked, drops, writes_into_queries,

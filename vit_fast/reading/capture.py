@@ -31,6 +31,14 @@ CREATORS = {
     for name in ("zeros", "ones", "full", "empty")
     for prefix, suffix in (("new_", ""), ("", "_like"))
 }
+LAYOUTS = {
+    "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "alias", "contiguous", "clone", "slice", "to",
+    "_to_copy",
+}  # fmt: skip
+_MOVES = LAYOUTS | {
+    "", "chunk", "dropout", "expand", "expand_as", "flatten", "movedim", "narrow", "permute", "reshape_as", "select",
+    "split", "split_with_sizes", "t", "transpose", "unbind", "unflatten",
+}  # fmt: skip
 HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"}
 
 
@@ -266,6 +274,11 @@ class Graph(fx.Interpreter):
         """Returns the nodes that depend on `before` and lead to `after`, in order, with `after`."""
         leads = {after, *self.ancestors[after]}
         return [node for node in self.nodes if node in leads and before in self.ancestors[node]]
+
+    def computed_between(self, before: fx.Node, after: fx.Node) -> str:
+        """Returns the names of the operators between two nodes that change values, for a reason; "" if none does."""
+        found = ", ".join(sorted({operator_of(node) for node in self.path(before, after)} - _MOVES))
+        return f": {found}" if found else ""
 
     def makes_constants(self) -> bool:
         """Returns True if forward combines the input with tensors that it creates, e.g. a mask of its own."""

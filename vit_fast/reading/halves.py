@@ -29,8 +29,7 @@ from ..ops.attention import attention_among
 from .capture import Graph, UnreadableError, operator_of
 from .constants import derived
 from .elements import TOLERANCE, Linear, Vectors, among_sequences, cores_of, is_equal, linears_of, rows, same_tokens
-from .rotary import ropes_of, rotated_by
-from .terms import factor_of, terms_of
+from .terms import factor_of, ropes_of, rotated_by, terms_of
 
 NORM_ENDS = {"layer_norm", "rms_norm", "mul", "add", "div"}  # operators that may be the last one of a norm
 
@@ -60,6 +59,8 @@ class Halves(Vectors):
             problem = f"its scores are changed before the softmax ({changes}), e.g. by a bias or mask"
         else:
             problem = "its attention is not softmax(scale * q k^T) v of all tokens of an image"
+            if changed := graph.computed_between(first.node, cores[0].q):
+                problem += f", or its q is changed by more than a norm of all heads or rotary tables{changed}"
         heads, keys = self._heads(x)
         target = self.values[proj.x]
         if target.shape[-1] % heads:
@@ -191,7 +192,8 @@ class Halves(Vectors):
             )  # fmt: skip
             return mlp, branch_of(mlp, x), fc2.node
         names = ", ".join(reference.ACTIVATIONS)
-        raise UnreadableError(f"its MLP computes none of {names} between its linear layers, plain or as a gate")
+        other = self.graph.computed_between(firsts[-1].node, fc2.x)
+        raise UnreadableError(f"its MLP computes none of {names} between its linear layers, plain or as a gate{other}")
 
     def _hidden(self, firsts: Sequence[Linear]) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
         values = [self.values[each.node] for each in firsts]

@@ -34,7 +34,7 @@ from .proof import (
     with_drop_paths,
 )
 from .recorder import Found, Record, recorded
-from .rotary import check_pairs
+from .terms import check_pairs
 
 SMALL = (2, 7)  # batch size and number of tokens of a capture, if the forward supports any
 # Relative error of a module's parts on the example in the model's dtype

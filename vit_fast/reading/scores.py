@@ -38,7 +38,7 @@ _NAMES = {
     for owner in (torch, Tensor, F)
     for suffix in ("", "_")
     if hasattr(owner, name + suffix)
-}
+} | dict.fromkeys((torch.transpose, Tensor.transpose, vars(torch._C.TensorBase)["mT"].__get__), ("transpose", ""))
 _ABOUT = {
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "__len__", "is_floating_point")),
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout")),
@@ -67,13 +67,15 @@ class Scores:
     factor: float = 1.0
     bias: Tensor | None = None
     are_weights: bool = False
+    are_transposed: bool = False  # [..., M, N]
     before: Scores | None = None
     value: Tensor | None = None  # if it was computed
     is_followed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return *self.q.shape[:-1], self.k.shape[-2]
+        n, m = self.q.shape[-2], self.k.shape[-2]
+        return *self.q.shape[:-2], *((m, n) if self.are_transposed else (n, m))
 
     def line(self) -> Iterator[Scores]:
         """Yields this object and those that it was computed from."""
@@ -122,7 +124,8 @@ class Core:
 
     def run(self, backend: str, arguments: Sequence[Any]) -> Tensor:
         y = attend_as_torch(backend, *arguments, scale=self.weights.factor)
-        return y.contiguous().permute(self.order)  # as the product returns it
+        y = y.contiguous().permute(self.order)  # as the product returns it
+        return y.contiguous() if self.weights.are_transposed else y
 
 
 def step(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Scores | Core | None:
@@ -193,8 +196,10 @@ def _mixed(weights: Scores, name: str, args: Sequence[Any]) -> Core | None:
     if b is weights:
         a, b, of_a, of_b = b, a, of_b, of_a
     batch, n, m, d = of_a[:-2], of_a[-2], of_a[-1], "".join(set(of_b) - set(of_a))
+    n, m = (m, n) if weights.are_transposed else (n, m)
     v = _permuted(b, of_b, batch + m + d)
-    if v is None or len(d) != 1 or sorted(out) != sorted(batch + n + d):
+    is_other = name == "einsum" and weights.are_transposed  # whose strides are unknown
+    if is_other or v is None or len(d) != 1 or sorted(out) != sorted(batch + n + d):
         return None
     return Core(weights, v, tuple((batch + n + d).index(each) for each in out))
 
@@ -210,6 +215,10 @@ def _changed(scores: Scores, name: str, args: Sequence[Any], kwargs: dict[str, A
         return _scaled(scores, others[0], _FACTORS[name]) if usual else None
     if at == 1:
         return None
+    if name == "transpose":
+        last = {each % len(scores.shape) for each in (*others, *kwargs.values()) or (-1, -2)}
+        is_last = last == {len(scores.shape) - 1, len(scores.shape) - 2}
+        return replace(scores, are_transposed=not scores.are_transposed) if scores.are_weights and is_last else None
     if name == "softmax":
         dim = kwargs.get("dim", others[0] if others else None)
         dtypes = [each for each in (*others, kwargs.get("dtype")) if isinstance(each, torch.dtype)]
