@@ -157,7 +157,7 @@ class Probe:
         ]
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        return self.call.run(module, x, *self.others(x))
+        return self.call.run(module, x, *(each.to(x.device) for each in self.others(x)))
 
 
 def arguments_of(slot: Slot) -> set[int]:

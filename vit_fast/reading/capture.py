@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..blocks.fused import FusedModule
@@ -40,6 +41,8 @@ _MOVES = LAYOUTS | {
     "split", "split_with_sizes", "t", "transpose", "unbind", "unflatten",
 }  # fmt: skip
 HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"}
+# Batch sizes to try if a forward converts its batch size to an int, and may compare it
+BATCHES = (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 
 
 class UnreadableError(Exception):
@@ -99,14 +102,56 @@ def tokens_like(shape: Iterable[int]) -> Tensor:
     return x
 
 
-def free_dimensions(forward: Callable[[Tensor], Tensor], shape: tuple[int, ...], least: Sequence[int]) -> set[int]:
-    """Returns the dimensions on whose size the Python code of a forward does not branch, for sizes from `least` on."""
+def free_dimensions(
+    forward: Callable[[Tensor], Tensor], shape: tuple[int, ...], least: Sequence[int]
+) -> tuple[set[int], bool]:
+    """Returns the dimensions whose size has no effect but on shapes, for sizes from `least` on.
+
+    The second value is True if the forward converts the batch size to an int, e.g. by `len(x)`, and may compare it.
+    """
     every = set(range(len(shape) - 1))
     for tried in (every, {0}, {1} & every):  # some operators support symbolic sizes of the batch only
         with contextlib.suppress(Exception):  # e.g. an operator without support for symbolic sizes
-            if free := tried - _guarded(forward, shape, tried, least):
-                return free
-    return set()
+            used, is_int = _guarded(forward, shape, tried, least)
+            if free := tried - used:
+                return free, is_int and 0 in free
+    return set(), False
+
+
+def equal_batches(
+    module: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor], shape: tuple[int, ...]
+) -> set[int]:
+    """Returns the batch sizes for which a forward runs the same operators with the same numbers as for a shape."""
+    calls: dict[int, Any] = {}
+    copied = copy.deepcopy(module)._apply(lambda tensor: tensor.to("meta"))
+    with torch.no_grad():
+        for size in dict.fromkeys((shape[0], *BATCHES)):
+            with contextlib.suppress(Exception), _Numbers() as seen:
+                forward(copied, torch.empty(size, *shape[1:], dtype=torch.float64, device="meta"))
+                calls[size] = seen.calls
+    return {shape[0], *(size for size, found in calls.items() if found == calls.get(shape[0]))}
+
+
+class _Numbers(TorchDispatchMode):
+    """Notes the operators that run, and the numbers that they get as values, not as sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.calls: list[tuple[Any, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = [*zip((each.name for each in func._schema.arguments), args), *(kwargs or {}).items()]
+        values = {each.name for each in func._schema.arguments if isinstance(each.type, _VALUES)}
+        self.calls.append((func, [each for name, each in named if name in values and isinstance(each, _NUMBERS)]))
+        y = func(*args, **(kwargs or {}))
+        if operator_name(func) in CREATORS - {"empty", "new_empty", "empty_like"}:
+            self.calls[-1][1].extend(y.shape[:1])  # perhaps for a sum, which is the size
+        return y
+
+
+_VALUES = (torch.TensorType, torch.NumberType, torch.FloatType, torch.OptionalType)
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
+_NUMBERS = (int, float, *_SYMBOLIC)
 
 
 class _Sizes(ShapeEnv):
@@ -118,7 +163,8 @@ class _Sizes(ShapeEnv):
 
 def _guarded(
     forward: Callable[[Tensor], Tensor], shape: tuple[int, ...], symbolic: set[int], least: Sequence[int]
-) -> set[int]:
+) -> tuple[set[int], bool]:
+    """Returns the dimensions that a forward compares or computes with, and True if the batch size becomes an int."""
     # one symbol per size: any branch on a size is recorded as a guard
     shapes = _Sizes(duck_shape=False)
     kinds = [DimDynamic.DYNAMIC if i in symbolic else DimDynamic.STATIC for i in range(len(shape))]
@@ -133,15 +179,18 @@ def _guarded(
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
     try:
-        with fake, _Shapes(), torch.no_grad():
+        with fake, _Numbers() as seen, _Shapes(), torch.no_grad():
             forward(x)
     finally:
         log.disabled = was_disabled
     every = {symbol: sympy.Dummy(integer=True, nonnegative=True) + least[i] for i, symbol in symbols.items()}
     guards: Any = [guard.expr for guard in shapes.guards if not _always_holds(guard.expr.subs(every))]
-    compared: set[Any] = set().union(*(guard.free_symbols for guard in guards))
-    # int(len(x)) is usual, as in Swin; `proof.py` tries other batch sizes
-    return {i for i, symbol in symbols.items() if symbol in compared and (i > 0 or symbol not in shapes.replacements)}
+    numbers = [
+        each.node.expr for _, given in seen.calls for each in given if isinstance(each, torch.SymInt | torch.SymFloat)
+    ]
+    compared: set[Any] = set().union(*(each.free_symbols for each in (*guards, *numbers)))
+    is_int = symbols.get(0) in shapes.replacements  # usual, e.g. int(len(x) / windows) in Swin
+    return {i for i, symbol in symbols.items() if symbol in compared and (i > 0 or not is_int)}, is_int
 
 
 def _always_holds(guard: Any) -> bool:
@@ -197,7 +246,9 @@ class _Shapes(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.baddbmm, Tensor.baddbmm):
+        if func in (torch.baddbmm, Tensor.baddbmm) and not any(
+            isinstance(each, _NUMBERS[2:]) for each in kwargs.values()
+        ):
             func, args, kwargs = torch.bmm, args[1:3], None
         given: list[Any] = [*args, None, None]
         x, other = given[:2]
@@ -284,6 +335,7 @@ class Graph(fx.Interpreter):
         """Returns True if forward combines the input with tensors that it creates, e.g. a mask of its own."""
         made = [node for node in self.nodes if not self.depends(node)]
         sources = {each for node in self.nodes if self.is_live(node) for each in _read_by(node)}
+        sources |= {each for node in sources & {*made} if not self.is_live(node) for each in self.ancestors[node]}
         values = [self.values.get(node) for node in made if node in sources and not self.is_live(node)]
         return any(isinstance(value, Tensor) and value.numel() > 1 for value in values)
 
@@ -294,8 +346,12 @@ def _read_by(node: fx.Node) -> list[fx.Node]:
 
 
 def operator_of(node: fx.Node) -> str:
+    return operator_name(node.target)
+
+
+def operator_name(target: Any) -> str:
     """Returns the name of an ATen operator without overload and trailing underscore."""
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = getattr(target, "overloadpacket", None)
     return packet.__name__.rstrip("_") if packet is not None else ""
 
 

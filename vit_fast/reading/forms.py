@@ -42,6 +42,7 @@ class Recipe:
     dtypes: tuple[Dtypes, ...]
     trains: bool  # True if training mode computes the same as evaluation mode, apart from dropout
     differentiates: bool  # True if the gradients are equal also for masks that hide all keys of a query
+    batches: frozenset[int]  # the supported sizes of the first dimension; any if it is empty
     # True if the module gets and returns one tensor [B, N, C]: nothing to convert, which takes microseconds
     is_plain: bool = field(init=False)
 
@@ -164,6 +165,8 @@ class ReadModule(FusedNormMlp):
         if len(shape) != len(recipe.shape) or (x.dtype, *[each.dtype for each in others]) not in recipe.dtypes:
             return False
         if others and not any(fits(ties, shape, others) for ties in recipe.ties):
+            return False
+        if recipe.batches and shape[0] not in recipe.batches:
             return False
         for size, wanted in zip(shape, recipe.shape):
             if wanted is not None and size != wanted:

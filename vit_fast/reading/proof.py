@@ -14,12 +14,31 @@ from ..blocks.block import run_halves
 from ..blocks.parts import Argument, origins, slots_of, tensor_at
 from .arguments import Probe, arguments_of, bound
 from .calls import drop_slots
-from .capture import Graph, UnreadableError, tokens_like
+from .capture import Graph, UnreadableError, operator_of, tokens_like
 from .matcher import Reading
 
 Dtypes = tuple[torch.dtype, ...]  # of the tokens, then of other tensors
 # Relative errors of the branches, root mean square. Modules that compute norms or softmax in fp32 differ by 1e-6.
 LIMITS = {torch.float64: 2e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+
+
+# Operators of tokens that are linear in them or smooth, so that equal results on random values show equal functions.
+# Any other operator, e.g. a comparison, may change values that no proof tries.
+_SMOOTH = frozenset(
+    """
+    add addcmul addmm alias as_strided atleast_3d baddbmm batch_norm bmm broadcast_to cat channel_shuffle chunk
+    clamp_min clone complex concat conj constant_pad_nd contiguous conv1d conv2d conv3d convolution copy cumsum
+    detach diagonal div divide dropout einsum expand expand_as feature_dropout flatten flip gather group_norm hsplit
+    hstack imag index index_select layer_norm lift_fresh linalg_vector_norm linear mH mT masked_fill matmul matrix_H
+    mean mm moveaxis movedim mul multiply narrow native_layer_norm neg norm numpy_T outer pad permute pixel_shuffle
+    pixel_unshuffle pow real reciprocal repeat repeat_interleave reshape reshape_as resolve_conj resolve_neg
+    rms_norm roll rsqrt rsub scaled_dot_product_attention select slice softmax _softmax _safe_softmax split
+    split_with_sizes sqrt square squeeze stack std std_mean sub subtract sum swapaxes swapdims t tensor_split tile
+    to _to_copy transpose true_divide type_as unbind unflatten unfold unsafe_chunk unsafe_split _unsafe_view
+    unsqueeze var var_mean view view_as view_as_complex view_as_real vstack where zeros_like
+    """.split()  # noqa: SIM905  # a list would take a line per name
+)
+_ACTIVATIONS = {"erf", "exp", "gelu", "relu", "sigmoid", "silu", "tanh"}  # flat for large values
 
 
 def run_reading(reading: Reading, x: Tensor, backend: str, others: Sequence[Tensor] = ()) -> Tensor:
@@ -37,12 +56,35 @@ def check_complete(graph: Graph, reading: Reading, names: Sequence[int | str]) -
         constant = replace(constant, terms=constant.terms.with_term(constant.terms.per_call, None))
     if any(arguments_of(slot) for slot in slots_of((constant, reading.mlp))):
         raise UnreadableError("its linear layers, norms, scales or windows depend on an argument")
+    _check_operators(graph, reading.mlp is not None)
     for node in graph.nodes:
         if node in graph.slots and node in graph.ancestors[graph.nodes[-1]]:
             owner, name = graph.slots[node]
             if id(tensor_at((owner, name))) not in held:
                 what = f"argument {names[owner.number]}" if isinstance(owner, Argument) else repr(name)
                 raise UnreadableError(f"its output depends on {what}, which is not a part of attention or MLP")
+
+
+def _check_operators(graph: Graph, activations: int) -> None:
+    """Raises UnreadableError if operators on tokens may have an effect on other values than those of proofs."""
+    for node in graph.nodes:
+        name = operator_of(node)
+        if not name or node not in graph.ancestors[graph.nodes[-1]]:
+            continue
+        is_random = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+        if not graph.is_live(node):
+            problem = f"computes random numbers ({name})" if is_random else ""
+        else:
+            numbers = [each for each in (*node.args[1:], *node.kwargs.values()) if isinstance(each, int | float)]
+            usual = name in _SMOOTH and (name != "pow" or numbers[:1] <= [3])
+            usual = usual or (name == "clamp" and len(numbers) == 1 and node.kwargs.get("max") is None)
+            if name.startswith("clamp"):  # e.g. of a norm
+                usual = usual and 0 < numbers[0] <= 1e-3
+            activations -= name in _ACTIVATIONS
+            usual = usual or (name in _ACTIVATIONS and activations >= 0)
+            problem = "" if usual else f"applies {name} to its tokens, whose effect on other values is unknown"
+        if problem:
+            raise UnreadableError(f"its forward {problem}")
 
 
 def prove(copied: nn.Module, call: Probe, reading: Reading, shape: tuple[int, ...], magnitude: float = 1.0) -> None:
@@ -116,7 +158,12 @@ def prove_other_weights(copied: nn.Module, call: Probe, reading: Reading, x: Ten
     """Raises UnreadableError if outputs differ for large or negative weights, e.g. because of a clamp."""
     held = [(each, each.clone()) for each in copied.parameters() if each.is_floating_point()]
     with torch.no_grad():
-        for factor, limit in ((-1.0, 10 * LIMITS[torch.float64]), (100.0, 0.01), (-100.0, 0.01)):  # fp32 rounds scores
+        for factor, limit in (
+            (-1.0, 10 * LIMITS[torch.float64]),
+            (100.0, 0.01),
+            (-100.0, 0.01),
+            (1e6, 0.01),
+        ):  # fp32 rounds scores
             for parameter, before in held:
                 parameter.copy_(before * factor)
             expected, found = call.run(copied, x), run_reading(reading, x, "eager", call.others(x))

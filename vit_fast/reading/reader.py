@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..blocks.plain import touch_reasons
 from ..version import memory_bytes
 from .arguments import BOUNDS, Probe, Ties, bound, margin, of_other_batch, ties_of
 from .calls import Call, attributes_of, state_of, structure_of
-from .capture import Graph, UnreadableError, capture, free_dimensions, random_copy, tokens_like
+from .capture import Graph, UnreadableError, capture, equal_batches, free_dimensions, random_copy, tokens_like
 from .elements import is_matrix
 from .forms import Recipe, hidden_name
 from .matcher import LAYOUTS, Reading, read_graph
@@ -80,9 +80,9 @@ def read(
             small, fixed = shape, True
         least = [2 + margin(ties, axis) for axis in range(len(shape) - 1)]
         if BOUNDS in ties:  # the split into sequences reads lengths, so it does not support symbolic sizes
-            free = {axis for axis, size in enumerate(shape[:-1]) if size == math.prod(shape[:-1])}
+            is_int, free = False, {axis for axis, size in enumerate(shape[:-1]) if size == math.prod(shape[:-1])}
         else:
-            free = free_dimensions(functools.partial(probe.run, copied), shape, least)
+            free, is_int = free_dimensions(functools.partial(probe.run, copied), shape, least)
         attention = reading.attention
         slots = slots_of(attention and (attention.terms, attention.rope))
         if is_derived := any(isinstance(owner, Derived) for owner, _ in slots):
@@ -94,9 +94,10 @@ def read(
             if fixed or len(free) < len(shape) - 1:
                 reading, small = whole, shape
         free = free & {reading.batch_axis} if fixed else free
+        batches = equal_batches(copied, probe.run, small) if is_int and 0 in free else ()
         allowed = tuple(None if i in free else size for i, size in enumerate(shape))
         try:
-            return _proved(copied, probe, reading, small, shape, allowed)
+            return _proved(copied, probe, reading, small, shape, allowed, batches)
         except (UnreadableError, RuntimeError):
             if not others or small != shape or allowed == shape:
                 raise
@@ -151,14 +152,15 @@ def _small(x: Tensor, ties: Ties) -> tuple[int, ...]:
 
 def _proved(
     copied: nn.Module, call: Probe, reading: Reading, probe: tuple[int, ...], shape: tuple[int, ...],
-    allowed: tuple[int | None, ...],
+    allowed: tuple[int | None, ...], batches: Collection[int] = (),
 ) -> Recipe:  # fmt: skip
     prove(copied, call, reading, probe)
     step = 1 if probe == shape else 3  # the example may have many tokens
     other = tuple(size + step * (fixed is None) for size, fixed in zip(probe, allowed))
     if any(allowed[:-1]):  # the others may have another size
         prove(copied, call, reading, other)
-    prove(copied, call, reading, other, magnitude=1e3)  # e.g. for a clamp, or a branch on len()
+    for magnitude in (1e3, 1e9):  # e.g. for a clamp
+        prove(copied, call, reading, other, magnitude)
     free = [i for i, fixed in enumerate(allowed) if fixed is None and probe[i] > 1 and not margin(call.ties, i)]
     for i in free:  # symbolic sizes are never 1
         try:
@@ -186,7 +188,7 @@ def _proved(
         dtypes = proved_dtypes(copied, call, reading, probe)
     return Recipe(
         attention, mlp, reading.layout, reading.uses_sdpa, reading.kind, call.call, tuple(shape), allowed, tuple(every),
-        dtypes, trains, differentiates,
+        dtypes, trains, differentiates, frozenset(batches if allowed[0] is None else ()),
     )  # fmt: skip
 
 
@@ -295,7 +297,8 @@ def _rebound(module: nn.Module, recipe: Recipe, x: Tensor, others: Sequence[Tens
     shape = tuple(x.shape)
     ties = recipe.ties[0]
     probe = shape if any(recipe.shape[:-1]) else _small(x, ties)
-    return _proved(copied, Probe(recipe.call, others, ties), recipe.reading(copied), probe, shape, recipe.shape)
+    call, reading = Probe(recipe.call, others, ties), recipe.reading(copied)
+    return _proved(copied, call, reading, probe, shape, recipe.shape, recipe.batches)
 
 
 def _check_example(module: nn.Module, recipe: Recipe, record: Record) -> None:
