@@ -134,6 +134,16 @@ def test_large_weights_give_the_same_outputs(block: Any) -> None:
 
 
 GAIN = 1.0
+SETTINGS = SimpleNamespace(gain=1.0)
+GAINS: list[float] = [1.0]
+
+
+class Constants:
+    gain = 1.0
+
+
+def of_globals() -> float:
+    return GAIN * SETTINGS.gain * GAINS[0] * Constants.gain
 
 
 @dataclass(slots=True)
@@ -154,12 +164,28 @@ class Gains(Packed):
         self.held[1].gain = 1.0
         self.register_buffer("absent", None)
 
+        number = 1.0
+
+        def closed(replacement: float | None = None) -> float:
+            nonlocal number
+            number = replacement or number
+            return number
+
+        self.closed = closed
+
     def of_method(self) -> float:
-        return GAIN
+        return 1.0
 
     def gain(self) -> Any:
         objects = [self.options.attention, *self.held]
-        found = self.config["gain"][0] * math.prod(each.gain for each in objects) * self.of_class * self.of_method()
+        found = (
+            of_globals()
+            * self.closed()
+            * self.config["gain"][0]
+            * math.prod(each.gain for each in objects)
+            * self.of_class
+            * self.of_method()
+        )
         return self.adapter(found) if hasattr(self, "adapter") else found * getattr(self, "extra", 1.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -203,6 +229,10 @@ CHANGES: dict[str, Any] = {
     "method of the instance": lambda block: setattr(block, "of_method", lambda: 2.0),
     "method of the class": lambda _: setattr(Gains, "of_method", lambda _: 2.0),
     "global number": lambda _: globals().update(GAIN=2.0),
+    "global object": lambda _: setattr(SETTINGS, "gain", 2.0),
+    "global list": lambda _: GAINS.__setitem__(0, 2.0),
+    "global class": lambda _: setattr(Constants, "gain", 2.0),
+    "closure": lambda block: block.closed(2.0),
     "tensor in a list": lambda block: block.tensors[0].fill_(2.0),
     "array": lambda block: block.array.fill(2.0),
 }
@@ -212,6 +242,9 @@ CHANGES: dict[str, Any] = {
 def test_changes_inside_a_block_have_an_effect_also_after_freeze(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gains, "of_method", Gains.of_method)  # restores both in the end
     monkeypatch.setitem(globals(), "GAIN", GAIN)
+    for owner in (SETTINGS, Constants):
+        monkeypatch.setattr(owner, "gain", 1.0)
+    monkeypatch.setitem(globals(), "GAINS", [1.0])
     torch.manual_seed(0)
     cls = {"tensor in a list": InList, "array": InArray}.get(name, Gains)
     original = Net(cls).eval()

@@ -23,6 +23,7 @@ from ..ops.descriptions import DTYPES
 from .block import parts_of, run_as_block, run_blocks, run_mlp, runs_whole
 from .fp8_scales import PLACE, prepare_to_load
 from .parts import AttentionParts, BlockParts, MlpParts
+from .plain import has_global_hooks
 from .reading import Reader, read_block
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -160,6 +161,7 @@ def _show_original(cls: type[Any], original: type[nn.Module]) -> None:
     fused_forward, original_forward = cls.forward, original.forward
     leaf = original.__module__.startswith(_LEAVES) and not issubclass(original, nn.Sequential)
     proxies, stays_whole = Proxy, leaf or not cls.equivalent
+    is_hooked = has_global_hooks if cls.equivalent else bool  # not a global, see `shown`
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, cls) or original.forward is not original_forward:
@@ -168,7 +170,7 @@ def _show_original(cls: type[Any], original: type[nn.Module]) -> None:
             if isinstance(argument, proxies):
                 break
         else:
-            idle = self.vit_fast_backend == "sdpa" and self.is_idle()
+            idle = (self.vit_fast_backend == "sdpa" and self.is_idle()) or is_hooked()
             run: Any = original_forward if idle else fused_forward
             return run(self, *args, **kwargs)
         tracer: Any = argument.tracer

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from torch.utils.module_tracker import ModuleTracker
 
 from ..errors import type_name
 
@@ -39,6 +41,15 @@ def _only_records(hook: Any) -> bool:
     held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or ()))
     recorded = tuple(held[name].cell_contents for name in ("key", "index") if name in held)
     return recorded in _HARMLESS
+
+
+def has_global_hooks() -> bool:
+    """True if hooks are registered for all modules, apart from those with which torch counts operations by module."""
+    hooks = modules._global_forward_hooks, modules._global_forward_pre_hooks, modules._global_backward_hooks
+    if not any(hooks) and not modules._global_backward_pre_hooks:
+        return False
+    every = [each for place in (*hooks, modules._global_backward_pre_hooks) for each in place.values()]
+    return not all(isinstance(getattr(each, "__self__", None), ModuleTracker) for each in every)
 
 
 def forward_is_replaced(module: nn.Module) -> bool:

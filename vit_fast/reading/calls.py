@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -201,11 +203,14 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[Any, str, object]]:
         yield from ((module, name, None) for name, tensor in store.items() if tensor is None)
     for cls in itertools.takewhile(lambda cls: cls is not nn.Module, class_of(module).__mro__):
         for name, value in vars(cls).items():
-            is_own = isinstance(value, FunctionType) and not cls.__module__.startswith("torch.")
-            if is_own:
-                yield from _named_in(value, module)
+            function = getattr(value, "fget", None) or getattr(
+                value, "__func__", value
+            )  # of a property or static method
+            is_own = isinstance(function, FunctionType) and not cls.__module__.startswith("torch.")
+            if is_own and name != "__init__":
+                yield from _named_in(function, module)
             if (
-                (is_own or _is_constant(value))
+                ((is_own and not isinstance(value, property)) or _is_constant(value))
                 and not name.startswith("__")
                 and name not in {*vars(module), *_OF_MODULES}
             ):
@@ -219,33 +224,105 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[Any, str, object]]:
         ):
             continue
         yield module, name, _copied(value)
-        yield from _inside(value, {id(value)})
+        yield from _named_in(value, module) if isinstance(value, FunctionType) else _inside(value, {id(value)})
 
 
-def _named_in(function: FunctionType, module: nn.Module) -> Iterator[tuple[Any, str, object]]:
-    """Yields global constants that a method reads, and absent attributes that it names, as in `hasattr(self, name)`."""
-    place, codes = sys.modules.get(function.__module__), [function.__code__]
-    names = vars(place) if place is not None and vars(place) is function.__globals__ else {}
+def _named_in(method: FunctionType, module: nn.Module) -> Iterator[tuple[Any, str, object]]:
+    """Yields what a method, and functions that it names, read from globals, closures and defaults.
+
+    Also yields absent attributes that the method names, as in `hasattr(self, name)`.
+    """
+    codes = [method.__code__]
     while codes:
         code = codes.pop()
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-        yield from (
-            (place, name, _copied(names[name])) for name in code.co_names if _is_constant(names.get(name, code))
-        )
         strings = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
         yield from ((module, name, None) for name in strings if not hasattr(module, name))
+    functions, seen = [method], {id(method)}
+    while functions:
+        function = functions.pop()
+        read: list[tuple[Any, str, Any]] = [(function, "__defaults__", function.__defaults__)]
+        read += [(cell, "cell_contents", _content(cell)) for cell in function.__closure__ or ()]
+        place, names = sys.modules.get(function.__module__), _names_in(function.__code__)
+        if place is not None and vars(place) is function.__globals__:
+            read += [(place, name, vars(place)[name]) for name in names if name in vars(place)]
+        while read:
+            owner, name, value = read.pop()
+            if _is_constant(value):
+                yield owner, name, _copied(value)
+            elif id(value) in seen or isinstance(value, Tensor | nn.Module):
+                continue
+            elif isinstance(value, FunctionType):
+                if _is_users(value, method):
+                    functions.append(value)
+                    if owner is place and vars(place).get(value.__qualname__) is value:  # so that pickle finds it
+                        yield owner, name, value
+            elif isinstance(value, type | ModuleType):
+                top = (value.__name__ if isinstance(value, ModuleType) else value.__module__).partition(".")[0]
+                if top not in _LIBRARIES and not (isinstance(value, type) and issubclass(value, nn.Module)):
+                    read += [(value, each, vars(value)[each]) for each in names if each in vars(value)]
+            elif isinstance(value, functools._lru_cache_wrapper):
+                yield Count(value), "now", 0
+                read.append((value, "__wrapped__", value.__wrapped__))
+            elif type(value) in (dict, list, set) and _is_users(function, method):
+                yield Count(value), "now", len(value)
+            elif _is_users(type(value), method) or type(value).__module__ in ("argparse", "types"):  # e.g. a namespace
+                yield from _inside(value, {id(value)})
+            seen.add(id(value))
+
+
+@dataclass(frozen=True, eq=False)
+class Count:
+    """A global container, seen by a `Watch`: `now` is its length, and 0 for a cache of a function."""
+
+    container: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Count) and other.container is self.container
+
+    @property
+    def now(self) -> int:
+        return 0 if hasattr(self.container, "cache_clear") else len(self.container)
+
+
+_LIBRARIES = {"torch", "numpy", *sys.stdlib_module_names} - {"__main__"}
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return nn.Module
+
+
+@functools.cache
+def _names_in(code: CodeType) -> tuple[str, ...]:
+    """Returns the globals and attributes that a function and the functions inside it name."""
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return (*code.co_names, *(name for each in inner for name in _names_in(each)))
+
+
+def _is_users(thing: Any, method: FunctionType) -> bool:
+    """Returns True for a function or class of the package of a method, or of no installed package."""
+    top = (thing.__module__ or "").partition(".")[0]
+    file = getattr(sys.modules.get(top), "__file__", None) or ""
+    return top not in _LIBRARIES and (top == method.__module__.partition(".")[0] or "site-packages" not in file)
 
 
 def _inside(value: Any, seen: set[int]) -> Iterator[tuple[Any, str, object]]:
     """Yields the attributes of an object, and of objects in it; also of objects in a list, tuple or dictionary."""
+    value = value() if isinstance(value, weakref.ref) else value
     if isinstance(value, (*SIMPLE, type, FunctionType, Tensor)):
         return
     is_module = isinstance(value, nn.Module)  # which is not a submodule, e.g. the parent in a list
     is_container = isinstance(value, list | tuple | dict)
     if is_container:
         held: list[tuple[str, Any]] = [("", each) for each in (value.values() if isinstance(value, dict) else value)]
+    elif isinstance(value, functools.partial):
+        held = [("keywords", value.keywords)]
     else:
         slots = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ())]
+        slots += [name for cls in type(value).__mro__[:-1] for name, each in vars(cls).items() if _is_constant(each)]
         names = [name for name in (*getattr(value, "__dict__", ()), *slots) if name not in _OF_MODULES]
         held = [(name, getattr(value, name)) for name in names if not name.startswith("__") and hasattr(value, name)]
     for name, each in held:

@@ -43,6 +43,7 @@ class Recipe:
     trains: bool  # True if training mode computes the same as evaluation mode, apart from dropout
     differentiates: bool  # True if the gradients are equal also for masks that hide all keys of a query
     batches: frozenset[int]  # the supported sizes of the first dimension; any if it is empty
+    asks_if_traced: bool  # True if the forward depends on whether it is traced or compiled
     # True if the module gets and returns one tensor [B, N, C]: nothing to convert, which takes microseconds
     is_plain: bool = field(init=False)
 
@@ -162,6 +163,10 @@ class ReadModule(FusedNormMlp):
     def _is_captured(self, x: Tensor, *others: Tensor) -> bool:
         recipe = self.vit_fast_recipe
         shape = x.shape
+        if recipe.asks_if_traced and is_traced():
+            return False
+        if not torch.compiler.is_compiling() and not all(map(_is_plain, (x, *others))):
+            return False
         if len(shape) != len(recipe.shape) or (x.dtype, *[each.dtype for each in others]) not in recipe.dtypes:
             return False
         if others and not any(fits(ties, shape, others) for ties in recipe.ties):
@@ -209,6 +214,14 @@ class ReadModule(FusedNormMlp):
             if (half is None) is not (read[1] is None) or (half is not None and half.dropouts and half.drops()):
                 return None
         return parts
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Returns False if a forward may see that a tensor is a parameter, has attributes, or changes functions."""
+    cls = tensor.__class__
+    if cls is Tensor:
+        return not tensor.__dict__
+    return cls is not nn.Parameter and cls.__torch_function__ is torch._C._disabled_torch_function_impl
 
 
 def attributes(module: nn.Module, recipe: Recipe) -> dict[str, Any]:

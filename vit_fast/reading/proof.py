@@ -71,7 +71,7 @@ def _check_operators(graph: Graph, activations: int) -> None:
         name = operator_of(node)
         if not name or node not in graph.ancestors[graph.nodes[-1]]:
             continue
-        is_random = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+        is_random = torch.Tag.nondeterministic_seeded in node.target.tags
         if not graph.is_live(node):
             problem = f"computes random numbers ({name})" if is_random else ""
         else:
@@ -112,7 +112,8 @@ def prove(copied: nn.Module, call: Probe, reading: Reading, shape: tuple[int, ..
     zero = 1e-8 + 1e-12 * magnitude * max(
         float(each.norm().nan_to_num(posinf=0.0)) for each in results[0][1:] if each is not None
     )
-    if results[0][0].isnan().any():  # then so are gradients, for example because of a mask that hides all keys
+    # then gradients are NaN, for example because of a mask that hides all keys, or only rounding errors
+    if results[0][0].isnan().any() or magnitude > 1e3:
         names = names[:1]
     for name, a, b in zip(names, *results):
         if (a is None) is not (b is None) or (a is not None and not _is_same(b, a, 10 * LIMITS[torch.float64], zero)):
@@ -120,16 +121,13 @@ def prove(copied: nn.Module, call: Probe, reading: Reading, shape: tuple[int, ..
 
 
 def prove_in_contexts(copied: nn.Module, call: Probe, reading: Reading, x: Tensor) -> None:
-    """Raises UnreadableError if outputs differ in other modes, or for other strides, frozen weights, inf or NaN."""
-    for parameter in copied.parameters():
-        parameter.requires_grad_(False)
-    other, frozen = x.transpose(0, 1).contiguous().transpose(0, 1), x.clone().requires_grad_()
+    """Raises UnreadableError if outputs differ under autocast, for other strides or masks, for infinity or NaN."""
+    other = x.transpose(0, 1).contiguous().transpose(0, 1)
     infinite, invalid = x.clone(), x.clone()
     infinite.view(-1)[0], invalid.view(-1)[0] = torch.inf, torch.nan
     contexts = [
         ("under autocast to bf16", x, torch.bfloat16, call), ("under autocast to fp16", x, torch.float16, call),
-        ("of other strides", other, None, call), ("of frozen weights", frozen, None, call),
-        ("of infinity", infinite, None, call), ("of NaN", invalid, None, call),
+        ("of other strides", other, None, call), ("of infinity", infinite, None, call), ("of NaN", invalid, None, call),
     ]  # fmt: skip
     if masks := masks_of(reading):
         contexts.append(("of masks that hide all keys", x, None, replace(call, masks=masks)))
@@ -140,7 +138,7 @@ def prove_in_contexts(copied: nn.Module, call: Probe, reading: Reading, x: Tenso
             torch.set_autocast_enabled(device, dtype is not None)  # leaves fp64 as it is
             torch.set_autocast_dtype(device, dtype or default)
         try:
-            with torch.set_grad_enabled(given.requires_grad):
+            with torch.no_grad():
                 expected, found = probe.run(copied, given), run_reading(reading, given, "eager", probe.others(given))
         finally:
             for device, was_enabled, default in before:
@@ -148,10 +146,6 @@ def prove_in_contexts(copied: nn.Module, call: Probe, reading: Reading, x: Tenso
                 torch.set_autocast_dtype(device, default)
         if not _is_same(found, expected, 10 * LIMITS[torch.float64]):
             raise UnreadableError(f"its parts were read, but the outputs {name} of module and parts differ")
-    with torch.inference_mode():
-        expected = call.run(copied, x.clone())
-    if not _is_same(run_reading(reading, x, "eager", call.others(x)), expected, 10 * LIMITS[torch.float64]):
-        raise UnreadableError("its parts were read, but the outputs in inference mode of module and parts differ")
 
 
 def prove_other_weights(copied: nn.Module, call: Probe, reading: Reading, x: Tensor) -> None:

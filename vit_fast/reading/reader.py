@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..blocks.parts import Derived, slots_of
 from ..blocks.plain import touch_reasons
 from ..version import memory_bytes
 from .arguments import BOUNDS, Probe, Ties, bound, margin, of_other_batch, ties_of
-from .calls import Call, attributes_of, state_of, structure_of
+from .calls import Call, Count, attributes_of, state_of, structure_of
 from .capture import Graph, UnreadableError, capture, equal_batches, free_dimensions, random_copy, tokens_like
 from .elements import is_matrix
 from .forms import Recipe, hidden_name
@@ -33,7 +34,8 @@ from .proof import (
     run_reading,
     with_drop_paths,
 )
-from .recorder import Found, Record, recorded
+from .questions import asks_if_traced
+from .recorder import Found, Record, recorded, restore
 from .terms import check_pairs
 
 SMALL = (2, 7)  # batch size and number of tokens of a capture, if the forward supports any
@@ -62,10 +64,13 @@ def read(
         raise UnreadableError(f"its tokens must have two to five dimensions, got shape {tuple(x.shape)}")
     if reasons := touch_reasons([(name or "it", part) for name, part in module.named_modules()]):
         raise UnreadableError("; ".join(reasons))
-    attributes = (each for part in module.modules() for each in vars(part).items())
-    for name, value in attributes:
-        if hasattr(value, "__array_interface__") and hasattr(value, "__setitem__"):
-            raise UnreadableError(f"changes in its array {name!r} would not be noticed: use a buffer")
+    attributes = [each for part in module.modules() for each in attributes_of(part)]
+    for _, name, value in attributes:
+        is_mutable = (
+            hasattr(value, "__setitem__") and not isinstance(value, list | dict) and not hasattr(value, "__dict__")
+        )
+        if is_mutable or hasattr(value, "__next__"):
+            raise UnreadableError(f"changes in its {type(value).__name__} {name!r} would not be noticed: use a buffer")
     if (hidden := hidden_name(module)) is not None:
         raise UnreadableError(f"its attribute {hidden!r} has the name of an attribute of fused modules: rename it")
     copied = random_copy(module)
@@ -104,7 +109,7 @@ def read(
         return _proved(copied, probe, reading, small, shape, shape)  # masks may contain the batch size
 
     tried = ties_of(x.shape, others)
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), _restored(attributes):
         try:
             fixed = attempt(tried[0])
             if len(tried) == 1 or x.shape[0] > 1 or fixed.shape[0] is None:
@@ -117,6 +122,23 @@ def read(
             with contextlib.suppress(UnreadableError, RuntimeError):
                 return attempt(ties)
         return fixed
+
+
+@contextlib.contextmanager
+def _restored(attributes: Sequence[tuple[Any, str, object]]) -> Iterator[None]:
+    """Restores global containers afterwards, e.g. a cache of masks, and clears caches of functions."""
+    held = [
+        owner.container if isinstance(owner, Count) else getattr(owner, name, None) for owner, name, _ in attributes
+    ]
+    before = [(each, copy.copy(each)) for each in held if type(each) in (dict, list, set)]
+    try:
+        yield
+    finally:
+        for each, content in before:
+            restore(each, content)
+        for clear in (getattr(each, "cache_clear", None) for each in held):
+            if clear is not None:
+                clear()
 
 
 def _captured(copied: nn.Module, probe: Probe, shape: tuple[int, ...], computed: int = 0) -> tuple[Graph, Reading]:
@@ -154,6 +176,7 @@ def _proved(
     copied: nn.Module, call: Probe, reading: Reading, probe: tuple[int, ...], shape: tuple[int, ...],
     allowed: tuple[int | None, ...], batches: Collection[int] = (),
 ) -> Recipe:  # fmt: skip
+    asks = asks_if_traced(lambda: call.run(copied, tokens_like(probe).requires_grad_() * 1))
     prove(copied, call, reading, probe)
     step = 1 if probe == shape else 3  # the example may have many tokens
     other = tuple(size + step * (fixed is None) for size, fixed in zip(probe, allowed))
@@ -188,7 +211,7 @@ def _proved(
         dtypes = proved_dtypes(copied, call, reading, probe)
     return Recipe(
         attention, mlp, reading.layout, reading.uses_sdpa, reading.kind, call.call, tuple(shape), allowed, tuple(every),
-        dtypes, trains, differentiates, frozenset(batches if allowed[0] is None else ()),
+        dtypes, trains, differentiates, frozenset(batches if allowed[0] is None else ()), asks,
     )  # fmt: skip
 
 

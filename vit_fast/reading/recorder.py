@@ -196,10 +196,10 @@ def recorded(model: nn.Module, example: Any, found: Found) -> dict[nn.Module, Re
     recorder = _Recorder(model, found)
     with ExitStack() as undo:
         for part in list(model.modules()):
-            undo.callback(_restore, vars(part), copy.copy(vars(part)))
+            undo.callback(restore, vars(part), copy.copy(vars(part)))
             for held in vars(part).values():
                 if type(held) in (dict, list, set):  # e.g. a cache of biases that forward computes
-                    undo.callback(_restore, held, copy.copy(held))
+                    undo.callback(restore, held, copy.copy(held))
             part.training = False
             undo.callback(part.register_forward_pre_hook(recorder.enter, with_kwargs=True).remove)
             undo.callback(part.register_forward_hook(recorder.leave, with_kwargs=True).remove)
@@ -231,7 +231,7 @@ def _load_dynamo() -> None:
             gc.enable()
 
 
-def _restore(held: Any, before: Any) -> None:
+def restore(held: Any, before: Any) -> None:
     held.clear()
     (held.extend if isinstance(held, list) else held.update)(before)
 
