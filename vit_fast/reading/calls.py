@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -203,9 +203,7 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[Any, str, object]]:
         yield from ((module, name, None) for name, tensor in store.items() if tensor is None)
     for cls in itertools.takewhile(lambda cls: cls is not nn.Module, class_of(module).__mro__):
         for name, value in vars(cls).items():
-            function = getattr(value, "fget", None) or getattr(
-                value, "__func__", value
-            )  # of a property or static method
+            function = getattr(value, "fget", getattr(value, "__func__", value))  # of a property or static method
             is_own = isinstance(function, FunctionType) and not cls.__module__.startswith("torch.")
             if is_own and name != "__init__":
                 yield from _named_in(function, module)
@@ -359,7 +357,7 @@ def structure_of(module: nn.Module) -> tuple[Any, ...]:
     rows: list[Any] = []
     for name, part in _modules(module):
         held = {name: each for name, each in vars(part).items() if isinstance(each, Tensor)}
-        names = (*part._parameters, *part._buffers, *held)
+        names = (*part._parameters.keys(), *part._buffers.keys(), *held)
         rows.append((name, class_of(part), tuple((own, Kind((part, own)).now) for own in names)))
     return tuple(rows)
 
@@ -380,16 +378,14 @@ def state_of(module: nn.Module) -> tuple[Any, ...]:
     """Returns the values of all attributes inside a module by path; objects count as equal if their attributes are."""
 
     def state(owner: Any, name: str, value: Any) -> Any:
-        if isinstance(value, MethodType):  # pickle may not find functions of a class, which `structure_of` contains
-            return value.__func__ if name in getattr(owner, "__dict__", ()) else None
+        function = getattr(value, "__func__", value)
+        if isinstance(function, FunctionType):  # which pickle may not find
+            code = function.__code__
+            return code.co_code, code.co_names, tuple(filter(_is_constant, code.co_consts))
         if type(value) in (list, tuple, dict) and not _is_constant(value):
             held = value.values() if isinstance(value, dict) else value
             return (*(value if isinstance(value, dict) else ()), *(state(None, "", each) for each in held))
-        return (
-            value
-            if _is_constant(value) or isinstance(value, type | FunctionType | BuiltinFunctionType)
-            else type(value)
-        )
+        return value if _is_constant(value) or isinstance(value, type | BuiltinFunctionType) else type(value)
 
     rows = ((path, *row) for path, part in _modules(module) for row in attributes_of(part))
     return tuple((path, name, state(owner, name, value)) for path, owner, name, value in rows)

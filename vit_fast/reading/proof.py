@@ -121,13 +121,16 @@ def prove(copied: nn.Module, call: Probe, reading: Reading, shape: tuple[int, ..
 
 
 def prove_in_contexts(copied: nn.Module, call: Probe, reading: Reading, x: Tensor) -> None:
-    """Raises UnreadableError if outputs differ under autocast, for other strides or masks, for infinity or NaN."""
+    """Raises UnreadableError if outputs differ under autocast, for other strides or masks, zeros, infinity or NaN."""
     other = x.transpose(0, 1).contiguous().transpose(0, 1)
-    infinite, invalid = x.clone(), x.clone()
+    zero, infinite, invalid = x.clone(), x.clone(), x.clone()
+    zero.view(-1, x.shape[-1])[::2] = 0
+    zero.view(-1, x.shape[-1])[1::4] *= 1e-8
     infinite.view(-1)[0], invalid.view(-1)[0] = torch.inf, torch.nan
     contexts = [
         ("under autocast to bf16", x, torch.bfloat16, call), ("under autocast to fp16", x, torch.float16, call),
-        ("of other strides", other, None, call), ("of infinity", infinite, None, call), ("of NaN", invalid, None, call),
+        ("of other strides", other, None, call), ("of zeros", zero, None, call),
+        ("of infinity", infinite, None, call), ("of NaN", invalid, None, call),
     ]  # fmt: skip
     if masks := masks_of(reading):
         contexts.append(("of masks that hide all keys", x, None, replace(call, masks=masks)))

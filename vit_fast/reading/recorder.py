@@ -195,7 +195,8 @@ def recorded(model: nn.Module, example: Any, found: Found) -> dict[nn.Module, Re
     _load_dynamo()
     recorder = _Recorder(model, found)
     with ExitStack() as undo:
-        for part in list(model.modules()):
+        scripted = torch.jit.ScriptModule  # supports no hooks
+        for part in [each for each in model.modules() if not isinstance(each, scripted)]:
             undo.callback(restore, vars(part), copy.copy(vars(part)))
             for held in vars(part).values():
                 if type(held) in (dict, list, set):  # e.g. a cache of biases that forward computes
