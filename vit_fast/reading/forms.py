@@ -20,7 +20,8 @@ from ..blocks.parts import Argument, AttentionParts, BlockParts, Derived, MlpPar
 from ..blocks.reading import Reader
 from ..ops.registration import is_exporting, matmul_dtype, needs_gradient
 from .arguments import Ties, bound, fits
-from .calls import Call, Kind, attributes_of, drop_slots, state_of, structure_of
+from .calls import Call, Kind, state_of, structure_of
+from .dependencies import attributes_of, drop_slots
 from .matcher import Reading
 from .proof import Dtypes
 from .scores import Attends

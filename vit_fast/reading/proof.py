@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..blocks.block import run_halves
 from ..blocks.parts import Argument, origins, slots_of, tensor_at
 from .arguments import Probe, arguments_of, bound
-from .calls import drop_slots
 from .capture import Graph, UnreadableError, operator_of, tokens_like
+from .dependencies import drop_slots
 from .matcher import Reading
 
 Dtypes = tuple[torch.dtype, ...]  # of the tokens, then of other tensors

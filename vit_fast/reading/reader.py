@@ -18,8 +18,9 @@ from ..blocks.parts import Derived, slots_of
 from ..blocks.plain import touch_reasons
 from ..version import memory_bytes
 from .arguments import BOUNDS, Probe, Ties, bound, margin, of_other_batch, ties_of
-from .calls import Call, Count, attributes_of, state_of, structure_of
+from .calls import Call, state_of, structure_of
 from .capture import Graph, UnreadableError, capture, equal_batches, free_dimensions, random_copy, tokens_like
+from .dependencies import Count, asks_if_traced, attributes_of
 from .elements import is_matrix
 from .forms import Recipe, hidden_name
 from .matcher import LAYOUTS, Reading, read_graph
@@ -34,7 +35,6 @@ from .proof import (
     run_reading,
     with_drop_paths,
 )
-from .questions import asks_if_traced
 from .recorder import Found, Record, recorded, restore
 from .terms import check_pairs
 
