@@ -95,14 +95,14 @@ def fits(ties: Ties, shape: Sequence[int], tensors: Sequence[Tensor]) -> bool:
 
 
 def random_like(
-    tensors: Sequence[Tensor], ties: Ties, shape: Sequence[int], masks: Collection[int] = (), seed: int = 3
-) -> list[Tensor]:
+    tensors: Sequence[Tensor], ties: Ties, shape: Sequence[int], masks: Collection[int] = (), cuts: int | None = None,
+) -> list[Tensor]:  # fmt: skip
     """Returns tensors in fp64 for tokens of a shape: random numbers and values of the tensors of the example.
 
-    Tensors of zeros and ones stay such tensors, and cu_seqlens gets other sequences. The tensors whose numbers are
-    `masks` have rows that hide all keys.
+    Tensors of zeros and ones stay such tensors, and cu_seqlens gets other sequences, which `cuts` separate. The tensors
+    whose numbers are `masks` have rows that hide all keys.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(3)
     found = []
     for number, (tensor, sizes) in enumerate(zip(tensors, sizes_for(ties, shape))):
         if not all(type(size) is int for size in shape):  # symbolic: values have no effect
@@ -110,7 +110,8 @@ def random_like(
             continue
         if ties[number] == BOUNDS:
             tokens = math.prod(shape[:-1])
-            inner = torch.randperm(tokens - 1, generator=generator)[: 1 + tokens % 3] + 1
+            number_of_cuts = 1 + tokens % 3 if cuts is None else cuts
+            inner = torch.randperm(tokens - 1, generator=generator)[:number_of_cuts] + 1
             found.append(torch.tensor([0, *sorted(inner.tolist()), tokens], dtype=tensor.dtype))
             continue
         values = tensor.detach().cpu().flatten()
@@ -144,9 +145,10 @@ class Probe:
     ties: Ties = ()
     dtype: torch.dtype | None = None  # of floating-point tensors; None means that of the tokens
     masks: Collection[int] = ()  # see `random_like`
+    cuts: int | None = None  # see `random_like`
 
     def others(self, x: Tensor) -> list[Tensor]:
-        found = random_like(self.tensors, self.ties, x.shape, self.masks)
+        found = random_like(self.tensors, self.ties, x.shape, self.masks, self.cuts)
         return [each.to(dtype) for each, dtype in zip(found, self.dtypes(x.dtype))]
 
     def dtypes(self, of_tokens: torch.dtype) -> list[torch.dtype]:

@@ -1,7 +1,6 @@
-"""What a forward depends on beside its arguments and tensors.
+"""Finds the attributes, globals and closures that a forward reads, and questions that it asks, e.g. for the time.
 
-Fused modules watch attributes, globals and closures. Forwards that ask for anything else are refused, for example for
-the time or for settings of torch.
+Fused modules watch the former. Forwards that ask for anything that may differ in other calls are not read.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ def read(
         allowed = tuple(None if i in free else size for i, size in enumerate(shape))
         try:
             return _proved(copied, probe, reading, small, shape, allowed, batches)
-        except (UnreadableError, RuntimeError):
-            if not others or small != shape or allowed == shape:
+        except (UnreadableError, RuntimeError) as error:
+            if small != shape or allowed == shape or not (others or isinstance(error, RuntimeError)):
                 raise
         return _proved(copied, probe, reading, small, shape, shape)  # masks may contain the batch size
 
@@ -182,6 +182,10 @@ def _proved(
     other = tuple(size + step * (fixed is None) for size, fixed in zip(probe, allowed))
     if any(allowed[:-1]):  # the others may have another size
         prove(copied, call, reading, other)
+    if BOUNDS in call.ties:  # the forward may branch on the number of sequences and on their lengths
+        for tokens, cuts in ((1025, 0), (1025, 3), *((48, number) for number in (*range(13), 40))):
+            packed = tuple(tokens if fixed is None else size for size, fixed in zip(probe, allowed))
+            prove(copied, replace(call, cuts=cuts), reading, packed)
     for magnitude in (1e3, 1e9):  # e.g. for a clamp
         prove(copied, call, reading, other, magnitude)
     free = [i for i, fixed in enumerate(allowed) if fixed is None and probe[i] > 1 and not margin(call.ties, i)]
