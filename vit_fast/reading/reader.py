@@ -183,8 +183,8 @@ def _proved(
     if any(allowed[:-1]):  # the others may have another size
         prove(copied, call, reading, other)
     if BOUNDS in call.ties:  # the forward may branch on the number of sequences and on their lengths
-        for tokens, cuts in ((1025, 0), (1025, 3), *((48, number) for number in (*range(13), 40))):
-            packed = tuple(tokens if fixed is None else size for size, fixed in zip(probe, allowed))
+        for total, cuts in ((1025, 0), (1025, 3), *((48, number) for number in (*range(13), 40))):
+            packed = tuple(total if fixed is None else size for size, fixed in zip(probe, allowed))
             prove(copied, replace(call, cuts=cuts), reading, packed)
     for magnitude in (1e3, 1e9):  # e.g. for a clamp
         prove(copied, call, reading, other, magnitude)
