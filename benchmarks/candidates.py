@@ -98,8 +98,7 @@ def make(candidate: Candidate, group: Group) -> Function:
             reason = "model.blocks must be an nn.Sequential of blocks that take only tokens"
             raise UnsupportedInputError(candidate.base, [reason])
         made = blocks[0]
-    function: Function = made
-    return function
+    return made
 
 
 def build_reference(group: Group) -> nn.Module:

@@ -108,8 +108,7 @@ def is_lower(row: Row) -> bool:
 
 def ceiling_of(precision: str, ceilings: dict[str, Any]) -> float | None:
     """Returns the measured matmul ceiling of a precision in TFLOP/s, if there is one."""
-    found: float | None = ceilings.get("matmul_TFLOP_per_s", {}).get("bf16" if precision == "amp" else precision)
-    return found
+    return ceilings.get("matmul_TFLOP_per_s", {}).get("bf16" if precision == "amp" else precision)
 
 
 def resolution_of(row: Row, controls: Sequence[Row], field: str = "resolution") -> float:

@@ -63,10 +63,7 @@ class Call:
     def arguments(self, inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of the model, with these tensors."""
         given = dict(zip(self.names, inputs))
-        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(
-            [given.get(i, leaf) for i, leaf in enumerate(self.leaves)], self.spec
-        )
-        return found
+        return pytree.tree_unflatten([given.get(i, leaf) for i, leaf in enumerate(self.leaves)], self.spec)
 
     @property
     def takes_images(self) -> bool:

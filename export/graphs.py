@@ -112,8 +112,7 @@ class ExportedBlock(nn.Module):
         rope: Rope | None = None, keys: Keys | None = None,
     ) -> Tensor:  # fmt: skip
         """Replaces FusedNormMlp.run_as_block."""
-        y: Tensor = self(x, rope) if ordinary and keys is None else run_mlp(parts.mlp, attend(x), "sdpa")
-        return y
+        return self(x, rope) if ordinary and keys is None else run_mlp(parts.mlp, attend(x), "sdpa")
 
 
 def _add_linear(x: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
@@ -258,8 +257,7 @@ def _to_onnx(module: _Exported, call: Call, original: nn.Module) -> ir.Model:
     except Exception as error:
         reasons = reasons_of(error, exported, export)
         raise UnsupportedInputError(f"export of {call.vit.name}", reasons) from error
-    model: ir.Model = program.model
-    return model
+    return program.model
 
 
 def optimize(model: ir.Model, options: ExportOptions) -> list[Fusion]:

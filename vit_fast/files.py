@@ -36,8 +36,7 @@ def find_function(given: str) -> Callable[..., Any] | None:
     module, _, function = given.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as in `python script.py`
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
+    return getattr(importlib.import_module(module), function)
 
 
 def read_object(path: Path, error_class: type[ValueError] = ValueError) -> dict[str, Any]:

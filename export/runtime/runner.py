@@ -308,8 +308,7 @@ class OnnxRunner:
         parts = [y[self._classes] if isinstance(y, dict) else y for y in outputs]
         output = np.concatenate(parts).astype(np.float64)
         exponents = output if self.output == "probabilities" else np.exp(output - output.max(axis=-1, keepdims=True))
-        result: np.ndarray = exponents / exponents.sum(axis=-1, keepdims=True)
-        return result
+        return exponents / exponents.sum(axis=-1, keepdims=True)
 
     def prepare(self, image: Image.Image) -> np.ndarray:
         """Returns the file's input for an image: fp32 [channels, H, W], or uint8 [H, W, channels] (takes_pixels)."""
@@ -334,8 +333,7 @@ class OnnxRunner:
         images = np.ascontiguousarray(images)  # torch does not support negative strides
         if self._graph_device is not None:
             return [y.cpu().numpy() for y in self._run_on_cuda(torch.from_numpy(images).to(self._graph_device))]
-        results: list[Any] = self._session.run(list(self._signature.outputs), {self._signature.input: images})
-        return results
+        return self._session.run(list(self._signature.outputs), {self._signature.input: images})
 
     def _run_on_cuda(self, images: Tensor) -> list[Tensor]:
         images, signature = images.contiguous(), self._signature

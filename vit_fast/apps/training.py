@@ -223,8 +223,7 @@ def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
     except (RuntimeError, KeyError, ValueError, TypeError) as error:
         raise TrainingError(f"{path}: does not fit this model: {error}") from None
     trainer.step_count = state["step"]
-    rows: list[Row] = state["rows"]
-    return rows
+    return state["rows"]
 
 
 def _write(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, Any], *, save: bool) -> None:

@@ -38,8 +38,7 @@ class Computed(Derived):
             operator = getattr(getattr(torch.ops.aten, packet), overload) if overload else getattr(operators, packet)
             given = {own: _argument(each, results, like) for own, each in kwargs}
             results.append(operator(*(_argument(each, results, like) for each in args), **given))
-        tensor: Tensor = results[self.output]
-        return tensor
+        return results[self.output]
 
 
 def _argument(given: Any, results: list[Any], like: Tensor) -> Any:

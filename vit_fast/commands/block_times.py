@@ -58,8 +58,7 @@ def measure_host_time(arch: str) -> dict[str, Any]:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise RuntimeError(lines[-1].partition("Error: ")[2] or lines[-1])
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report
+    return json.loads(done.stdout)
 
 
 def run_child(arch: str) -> None:
@@ -204,8 +203,7 @@ def record_attention(matched: re.Match[str], batch: int, arch: str) -> tuple[lis
         """Runs the function that torch selects on GPUs for calls with a mask."""
         added: Any = additive_mask(ScoreTerms(bias, mask, rel_h, rel_w), q, None)
         added = added.expand(batch, heads, tokens, tokens)
-        out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, added, True)[0]
-        return out
+        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, added, True)[0]
 
     return launches, (torch.no_grad()(attend), lambda: torch.autograd.grad(o := attend(), leaves, torch.empty_like(o)))
 

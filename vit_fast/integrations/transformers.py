@@ -69,10 +69,9 @@ def padding_mask(
     alone = kwargs.get("mask_function") is bidirectional_mask_function and not any(map(kwargs.get, others))
     if alone and attention_mask is not None and attention_mask.shape == (batch_size, kv_length):
         return attention_mask.bool()[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
-    mask: Tensor | None = sdpa_mask(
+    return sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs
     )
-    return mask
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)

@@ -55,12 +55,11 @@ def build_peer(config: ViTConfig) -> nn.Module:
     raise_unsupported(NAME, problems)
     from torchvision.models.vision_transformer import VisionTransformer
 
-    model: nn.Module = VisionTransformer(
+    return VisionTransformer(
         image_size=config.image_hw[0], patch_size=config.patch_hw[0], num_layers=config.depth,
         num_heads=config.num_heads, hidden_dim=config.embed_dim, mlp_dim=config.hidden_dim,
         num_classes=config.num_classes, norm_layer=functools.partial(nn.LayerNorm, eps=config.norm_eps),
     )  # fmt: skip
-    return model
 
 
 def recognize(model: Any) -> ImageModel | None:

@@ -60,8 +60,7 @@ class OnnxFile(nn.Module):
         """Returns the file's first output [B, ...]; raises ValueError if dtype or shape do not match."""
         from vit_fast.export.runtime.runner import outputs_of
 
-        output: Tensor = outputs_of(self.runner(images))[0]
-        return output
+        return outputs_of(self.runner(images))[0]
 
 
 def open_reference(path: Path, image_hw: Size | None) -> Run:

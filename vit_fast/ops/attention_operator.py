@@ -170,8 +170,7 @@ def run_attention(qkv: Sequence[Tensor], keys: Keys | None, scale: float, terms:
     tensors: Sequence[Tensor | None] = qkv if len(qkv) == 3 else (qkv[0], None, None)
     if keys is not None or terms is not None:
         tensors = (*tensors, *inputs_of(keys, terms))
-    out: Tensor = _kernel(tensors, _Settings(0 if keys is None else keys.max_seqlen, scale, bias_grad))[0]
-    return out
+    return _kernel(tensors, _Settings(0 if keys is None else keys.max_seqlen, scale, bias_grad))[0]
 
 
 def _read(tensors: Sequence[Any], s: _Settings) -> tuple[Any, ...]:

@@ -43,8 +43,7 @@ class BlockSettings(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, str(self.matmul_dtype).removeprefix("torch."))
-        return dtype
+        return getattr(torch, str(self.matmul_dtype).removeprefix("torch."))
 
     @property
     def qk(self) -> QkSettings:

@@ -109,8 +109,7 @@ class PackedLinear:
 
 
 def _packed_kernel(weight: Tensor, pixels: Sequence[int]) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(weight[:, :, None, None], *_ONE_PIXEL, pixels)
-    return packed
+    return torch.ops.mkldnn._reorder_convolution_weight(weight[:, :, None, None], *_ONE_PIXEL, pixels)
 
 
 @functools.lru_cache(256)

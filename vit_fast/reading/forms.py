@@ -63,8 +63,7 @@ class CoreModule(FusedModule):
 
     @classmethod
     def head_width(cls, module: Any) -> int | None:
-        width: int | None = vars(module).get("vit_fast_width")
-        return width
+        return vars(module).get("vit_fast_width")
 
     def is_idle(self) -> bool:
         return True  # torch's function is often slower than a forward's products and softmax
@@ -85,8 +84,7 @@ class ReadModule(FusedNormMlp):
 
     @classmethod
     def kind_of(cls, module: Any) -> str:
-        kind: str = module.vit_fast_recipe.kind
-        return kind
+        return module.vit_fast_recipe.kind
 
     @classmethod
     def head_width(cls, module: Any) -> int | None:

@@ -94,8 +94,7 @@ def build_peer(config: ViTConfig) -> nn.Module:
     names = inspect.signature(VisionTransformer).parameters.keys() - {"norm_layer", "mlp_layer"}
     fields = {name: getattr(config, name) for name in names if hasattr(config, name)}
     fields["norm_layer"] = functools.partial(nn.LayerNorm, eps=config.norm_eps)
-    model: nn.Module = (VisionTransformerDistilled if config.distilled else VisionTransformer)(**fields)
-    return model
+    return (VisionTransformerDistilled if config.distilled else VisionTransformer)(**fields)
 
 
 def recognize(model: Any) -> ImageModel | None:

@@ -53,5 +53,4 @@ def mask_unless_plain(*args: Any, **kwargs: Any) -> Tensor | None:
     plain = getattr(masking_utils, "bidirectional_mask_function", None)  # since transformers 5
     if plain is not None and kwargs.get("mask_function") is plain and kwargs.get("attention_mask") is None:
         return None
-    mask: Tensor = masking_utils.sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
-    return mask
+    return masking_utils.sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})

@@ -200,8 +200,7 @@ def packed_tower(tower: Any) -> PackedTower | None:
         form = GridTower
     if form is not None:
         raise_unsupported("token budgets", version_reasons())
-        packed: PackedTower = form(tower)
-        return packed
+        return form(tower)
     config, takes = getattr(tower, "config", None), inspect.signature(type(tower).forward).parameters
     size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     read_on_host = {"patch_attention_mask", "grid_thw"} & takes.keys()

@@ -248,8 +248,7 @@ def build_peer(config: ViTConfig) -> nn.Module:
         num_channels=config.in_chans, qkv_bias=config.qkv_bias, num_labels=config.num_classes,
         attn_implementation="sdpa",
     )  # fmt: skip
-    model: nn.Module = ViTForImageClassification(hf_config)
-    return model
+    return ViTForImageClassification(hf_config)
 
 
 _ATTENTION_NAME = "vit_fast_export"
