@@ -29,7 +29,7 @@ MODELS = {name: subject for name, subject in SUBJECTS.items() if not OTHERS.sear
 
 def facts(half: Any) -> dict[str, Any]:
     """Returns the numbers, names and tensors of a half; separate and packed linear layers count as equal."""
-    found = {"norm": (half.norm.kind, half.norm.eps, half.norm.slots), "layer_scale": half.layer_scale}
+    found = {"norm": (half.norm.kind, half.norm.eps, half.norm.weight, half.norm.bias), "layer_scale": half.layer_scale}
     linears = {}
     if isinstance(half, AttentionParts):
         width = half.qkv.tensors()[0].shape[0] // (3 * half.num_heads)

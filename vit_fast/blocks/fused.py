@@ -49,7 +49,8 @@ class FusedModule(nn.Module):
     kind: ClassVar[str]  # the part that the operators compute, for the report
     equivalent: ClassVar[bool] = True  # True if `forward` computes the same as the original
     host_reads: ClassVar[str] = ""  # values that `forward` reads on the host; CUDA graphs do not repeat this
-    passes_for_original: ClassVar[bool] = False  # use the original's __module__ and __qualname__
+    # Use the original's __module__ and __qualname__, by which transformers finds the outputs and weights of a model
+    passes_for_original: ClassVar[bool] = False
     vit_fast_request: str = "auto"  # the requested backend
     vit_fast_backend: str = "sdpa"  # the resolved backend
 

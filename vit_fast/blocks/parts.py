@@ -48,10 +48,6 @@ class NormParts:
     kind: str  # "layer_norm", "rms_norm" or "none"
     eps: float
 
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return tuple(slot for slot in (self.weight, self.bias) if slot is not None)
-
     def tensors(self) -> tuple[Any, Any]:
         return tensor_at(self.weight), tensor_at(self.bias)
 
@@ -145,10 +141,6 @@ class TermParts:
         """The terms that are present, apart from windows."""
         slots = (self.bias, self.window_mask, self.rel_h, self.rel_w, self.scale)
         return {name: slot for name, slot in zip(ScoreTerms._fields, slots) if slot is not None}
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return (*self.given.values(), *([] if self.index is None else [self.index]))
 
     @property
     def derived(self) -> list[str]:

@@ -60,7 +60,7 @@ def terms_of(graph: Graph, core: Core, tokens: Tensor, heads: int, keys: int) ->
     pairs = itertools.permutations(_rel(graph, core, keys) or (None, None))
     for (rel_h, rel_w), window in itertools.product(pairs, windows):
         every = replace(terms, windows=window, rel_h=rel_h, rel_w=rel_w)
-        yield every if every.slots or window else None
+        yield every if every.given or window else None
 
 
 def _tables(graph: Graph, core: Core, terms: TermParts, bias: Tensor) -> Iterator[TermParts]:

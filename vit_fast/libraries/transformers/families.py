@@ -41,15 +41,10 @@ LIKE_QWEN = {
 }  # fmt: skip
 
 
-class FusedTower(FusedModule):
-    """A whole model. transformers finds its outputs and weight names by module and name of the original class."""
-
-    passes_for_original = True
-
-
-class FusedTowerWithLengths(FusedTower):
+class FusedTowerWithLengths(FusedModule):
     """Pixtral's tower, which passes the lengths of the packed images to its layers."""
 
+    passes_for_original = True
     kind = "lengths of packed images"
     host_reads = "the tower reads the sizes of its images on the host: pass budgets instead of an example"
 
@@ -65,9 +60,10 @@ class FusedTowerWithLengths(FusedTower):
         return super().forward(pixel_values, image_sizes, *args, **kwargs)
 
 
-class FusedPaddedTower(FusedTower):
+class FusedPaddedTower(FusedModule):
     """SigLIP 2's tower. Its layers get a padding mask, which, unlike transformers' mask, needs no synchronization."""
 
+    passes_for_original = True
     kind = "padding mask"
 
     @classmethod
