@@ -6,32 +6,22 @@ read the modules of `BlockParts` instead, torch.compile would guard each module 
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import nn
 
-from .parts import (
-    Argument,
-    AttentionParts,
-    BlockParts,
-    LinearParts,
-    MlpParts,
-    NormParts,
-    QkNormParts,
-    RopeParts,
-    TermParts,
-)
+from . import parts as every_part
+from .parts import Argument, BlockParts
 from .plain import forward_is_replaced, is_hooked
-from .windows import Windows
 
 Path = tuple[str, ...]
 Node = tuple[str, Any]  # kind and content of an object in an outline
 Outline = tuple[Node, Node, tuple[Path, ...], tuple[tuple[Path, str, Any], ...]]
 
 _LITERALS = (bool, int, float, str, tuple)
-_PARTS = (Argument, AttentionParts, LinearParts, MlpParts, NormParts, QkNormParts, RopeParts, TermParts, Windows)
-CLASSES: dict[str, Any] = {cls.__name__: cls for cls in _PARTS}
+_DATACLASSES = (cls for cls in vars(every_part).values() if isinstance(cls, type) and is_dataclass(cls))
+CLASSES: dict[str, Any] = {cls.__name__: cls for cls in _DATACLASSES}
 
 
 def outline(block: nn.Module, parts: BlockParts) -> Outline:

@@ -18,13 +18,7 @@ from ...blocks.fused import Finding, FusedModule
 from ...ops.descriptions import Keys
 from ...ops.registration import is_exporting
 from .encoder_layer import FusedLayer
-from .self_attention import (
-    KEYS,
-    FusedPackedAttention,
-    FusedPoolingHead,
-    FusedRotarySelfAttention,
-    FusedSelfAttention,
-)
+from .self_attention import KEYS, FusedPackedAttention, FusedPoolingHead, FusedRotarySelfAttention, FusedSelfAttention
 
 # Prefix of the class names of layer and attention: CLIPEncoderLayer, CLIPAttention
 LAYERS = {
