@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ..blocks.fastest import is_traced
 from ..blocks.parts import Argument, AttentionParts, Derived, Slot, origins
 from .calls import Call
 
@@ -84,7 +85,9 @@ def fits(ties: Ties, shape: Sequence[int], tensors: Sequence[Tensor]) -> bool:
     for sizes, tensor in zip(ties, tensors):
         if tensor.dim() != len(sizes):
             return False
-        if sizes == BOUNDS:
+        if sizes == BOUNDS:  # on a GPU, reading its values would synchronize
+            if tensor.is_cpu and not is_traced() and not _is_bounds(tensor, math.prod(shape[:-1])):
+                return False
             continue
         for size, tied in zip(tensor.shape, sizes):
             if size != (tied if isinstance(tied, int) else shape[tied[0]] - tied[1]):
