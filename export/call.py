@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,14 +51,14 @@ class Call:
     def __call__(self, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         """Runs the model on tensors, and returns its outputs by name."""
         args, kwargs = self.arguments(inputs)
-        outputs = dict(named(self.vit.call(args, kwargs, self.options.outputs, self.options.dynamic_size), ""))
+        value = self.vit.call(args, kwargs, self.options.outputs, self.options.dynamic_size)
+        outputs = distinct(named(value, ""), self.names.values(), "_output")
         kinds = {name: type(y).__name__ for name, y in outputs.items() if not isinstance(y, Tensor)}
         if other := [f"{name} must be a tensor, got {kind}" for name, kind in kinds.items()]:
             raise UnsupportedInputError(f"outputs of {self.vit.name}", other)
         if self.vit.num_classes and list(outputs) == ["output"]:
             return {"logits": outputs["output"]}
-        taken = set(self.names.values())
-        return {f"{name}_output" if name in taken else name: y for name, y in outputs.items()}
+        return outputs
 
     def arguments(self, inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of the model, with these tensors."""
@@ -124,6 +124,16 @@ def named(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from named(part, re.sub(r"\W", "_", f"{name}_{key}" if name else str(key)))
 
 
+def distinct(pairs: Iterable[tuple[str, Any]], taken: Collection[str], suffix: str) -> dict[str, Any]:
+    """Returns values by name; adds a suffix to names that are taken or occur twice."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        while name in found or name in taken:
+            name += suffix
+        found[name] = value
+    return found
+
+
 def call_of(model: nn.Module, example: Any, options: ExportOptions) -> Call:
     """Describes a call of a model. `example` is one tensor, a tuple of arguments, or a dict of arguments.
 
@@ -143,7 +153,10 @@ def call_of(model: nn.Module, example: Any, options: ExportOptions) -> Call:
     leaves = [cast([x.detach().cpu()], torch.float32)[0] if isinstance(x, Tensor) else x for x in leaves]
     indexed, by_keyword = pytree.tree_unflatten(list(range(len(leaves))), spec)
     bound = inspect.signature(model.forward).bind(*indexed, **by_keyword).arguments
-    names = {i: name for name, i in named(dict(bound), "") if isinstance(leaves[i], Tensor)}
+    given = ((name, i) for name, i in named(dict(bound), "") if isinstance(leaves[i], Tensor))
+    names = {i: name for name, i in distinct(given, (), "_input").items()}
+    if any(leaves[i].is_complex() for i in names):
+        raise UnsupportedInputError(what, ["example must not contain complex numbers: pass torch.view_as_real of them"])
     axes = [leaves[i] for i in names if leaves[i].ndim]
     if not axes or not len(axes[0]):
         raise UnsupportedInputError(what, ["example must contain a tensor whose first axis is a batch of at least 1"])

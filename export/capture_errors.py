@@ -74,6 +74,8 @@ def reasons_of(
         reasons.append(
             "the model fixes the batch: compute sizes from x.shape instead of len(x), or pass dynamic_batch=False"
         )
+    elif re.search(r"the same dtype|scalar type|should be the same", text):
+        reasons.append("use one dtype, that of the weights: x.to(weight.dtype)")
     elif exported is not None:
         reasons.append("ONNX has no such operator: compute it from others")
     elif frames:

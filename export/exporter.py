@@ -73,7 +73,8 @@ def export_onnx(
         spatial: Output tokens of patches as [B, C, rows, columns].
         example: Inputs of any model: a tensor, a tuple, or a dict. The file then has the inputs of the example, and
             all tensors that the model returns as outputs, named after keys and fields. Floating-point inputs and
-            outputs are fp32. Not supported with `output`.
+            outputs are fp32, whatever the dtype of example and model; others keep their dtype. Not supported with
+            `output`.
         external_data: Store weights beside the file, in PATH.data; None means only if they exceed 2 GB.
         calibration: Image files and folders to measure activations on. Required for "int8" and "fp8", optional for
             "int8-dynamic".
@@ -136,6 +137,7 @@ def export_onnx(
             prepend(graph, preprocessing_model(vit.data_config, vit.image_hw, vit.in_chans, options.opset, batch))
         if target == "tensorrt":
             raise_unsupported("a file for TensorRT", tensorrt_reasons(graph))
+        report.inputs = {str(x.name): f"{x.dtype.name.lower()} {shape_of(x)}" for x in graph.graph.inputs if x.dtype}
         graphs.forget_inner_shapes(graph)
         graph.producer_name, graph.producer_version = "vit-fast", __version__
         report.nodes = dict(graphs.count_nodes(graph).most_common())
@@ -157,6 +159,7 @@ def export_onnx(
 
 
 def _read(model: nn.Module, example: Any, options: ExportOptions) -> Call:
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     if runs_in_fp8(model):
         reason = "the model must not be in FP8 already: pass the original model, and export with precision='fp8'"
         raise UnsupportedInputError("export of a model in FP8", [reason])

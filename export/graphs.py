@@ -21,7 +21,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,10 +44,10 @@ from vit_fast.ops import qk_norm_rope, reference
 from vit_fast.ops.attention import attention_among, softmax_scale
 from vit_fast.ops.descriptions import Keys, Rope
 
-from .call import Batch, Call, cast
+from .call import Batch, Call
 from .capture_errors import reasons_of
 from .options import ATTENTION_OPSET, GELU_OPSET, MICROSOFT, ExportOptions
-from .programs import decomposed
+from .programs import CAST, DTYPES, Exported, decomposed
 from .report import Fusion
 from .runtime.runner import open_session
 
@@ -56,7 +55,6 @@ BATCH = "batch"
 PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20  # bytes of weights in one file: protobuf's 2 GiB, minus room for the graph
 SMALL = 256  # bytes of a constant that is stored in the file of the graph in any case
 SCOPES = "pkg.torch.onnx.name_scopes"  # metadata of nodes: names of the modules around them, until `optimize`
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class ExportedBlock(nn.Module):
@@ -175,20 +173,6 @@ def decompositions(options: ExportOptions) -> dict[Any, Callable[..., Any]]:
     return table
 
 
-class _Exported(nn.Module):
-    """Runs the model in its dtype, with inputs and outputs in fp32."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__()
-        self.model, self._call = call.vit.model, call
-        self.outputs = SimpleNamespace(names=[])  # torch.export would restore an attribute that is a list
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        found = self._call(cast(inputs, DTYPES[self._call.options.dtype]))
-        self.outputs.names = list(found)
-        return tuple(cast(list(found.values()), torch.float32))
-
-
 def capture(call: Call) -> ir.Model:
     """Captures a call as an ONNX graph, whose floating-point inputs are fp32."""
     options, dtype = call.options, DTYPES[call.options.dtype]
@@ -212,7 +196,7 @@ def capture(call: Call) -> ir.Model:
         contextlib.redirect_stderr(printed),
         warnings.catch_warnings(action="ignore"),
     ):
-        model = _to_onnx(_Exported(call).eval(), call, original)
+        model = _to_onnx(Exported(call).eval(), call, original)
     if (written := model.opset_imports.get("")) != options.opset:  # torch cannot always lower the opset
         raise UnsupportedInputError(f"opset {options.opset}", [f"torch wrote opset {written} instead: pass {written}"])
     for node in model.graph.all_nodes():
@@ -233,7 +217,7 @@ def capture(call: Call) -> ir.Model:
     return model
 
 
-def _to_onnx(module: _Exported, call: Call, original: nn.Module) -> ir.Model:
+def _to_onnx(module: Exported, call: Call, original: nn.Module) -> ir.Model:
     options, (height, width), (patch_h, patch_w) = call.options, call.vit.image_hw, call.vit.patch_hw
     inputs, exported = call.example(), None
     dimensions: dict[int, Any] = {0: torch.export.Dim(BATCH)} if options.dynamic_batch else {}
@@ -246,8 +230,13 @@ def _to_onnx(module: _Exported, call: Call, original: nn.Module) -> ir.Model:
         return torch.export.export(module, inputs, dynamic_shapes=(shapes,), strict=False)
 
     try:
-        exported = export()
-        exported = decomposed(exported, decompositions(options), original if options.dtype == "fp16" else None)
+        try:
+            exported = export()
+        except RuntimeError:
+            module.mixes_dtypes = options.dtype != "fp32"
+            exported = export()
+        table = decompositions(options) | (CAST if module.mixes_dtypes else {})
+        exported = decomposed(exported, table, original if options.dtype == "fp16" else None)
         program: Any = torch.onnx.export(
             exported, dynamo=True, opset_version=options.opset, input_names=list(call.names.values()),
             output_names=module.outputs.names, verbose=False,

@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from vit_fast.errors import UnsupportedInputError
+
 from .call import Batch
 from .graphs import add_constant, append, constant_of, linear_weight, run_graph, scope_of
 from .programs import FP16_MAX
@@ -87,6 +89,7 @@ def overflowing(model: ir.Model, batches: Sequence[Batch]) -> dict[ir.Node, floa
 
 def _largest(graph: ir.Graph, value: ir.Value) -> ir.Value:
     """Appends the largest finite magnitude; masks contain infinities."""
+    value = append(graph, "Cast", value, to=FLOAT) if value.dtype == HALF else value  # of torch.cond
     magnitude = append(graph, "Abs", value)
     finite = append(graph, "Where", append(graph, "IsInf", magnitude), np.float32(0), magnitude)
     peak = append(graph, "ReduceMax", finite, keepdims=0)
@@ -123,6 +126,11 @@ def widen(graph: ir.Graph, nodes: Collection[ir.Node], fold: bool = True) -> Non
     """Makes nodes read, compute and write fp32 instead of fp16, in place. `fold` stores their weights in fp32."""
     in_fp32: dict[ir.Value, ir.Value] = {}
     for node in [node for node in graph if node in nodes]:
+        if any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()):
+            if fold:
+                reason = f"values of {node.op_type} (torch.cond) must not exceed {LIMIT:g}: export with fp32 or bf16"
+                raise UnsupportedInputError("fp16", [reason])
+            continue
         for i, value in enumerate(node.inputs):
             if value is None or value.dtype != HALF:
                 continue

@@ -7,9 +7,11 @@ measures these. ONNX's graph cannot be repaired instead, because it contains inf
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,9 +19,37 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
+from .call import Call, cast
+
 aten = torch.ops.aten
 FP16_MAX = torch.finfo(torch.float16).max  # 65504
 FILLS = (aten.full_like.default, aten.new_full.default)  # do not depend on the values of their input
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# torch.export would lose the casts of torch.autocast around these
+CAST: dict[Any, Callable[..., Tensor]] = {
+    aten.linear.default: lambda x, weight, bias=None: x @ weight.T if bias is None else x @ weight.T + bias,
+    aten.conv2d.default: lambda x, weight, bias=None, stride=(1,), padding=(0,), dilation=(1,), groups=1: (
+        aten.convolution(x, weight, bias, stride, padding, dilation, False, (0,), groups)
+    ),
+}
+
+
+class Exported(nn.Module):
+    """Runs the model in its dtype, with inputs and outputs in fp32."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.model, self._call = call.vit.model, call
+        self.mixes_dtypes = False  # the model's code fixes dtypes, e.g. by x.float()
+        self.outputs = SimpleNamespace(names=[])  # torch.export would restore an attribute that is a list
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        dtype = DTYPES[self._call.options.dtype]
+        with torch.autocast("cpu", dtype) if self.mixes_dtypes else contextlib.nullcontext():
+            found = self._call(cast(inputs, dtype))
+        self.outputs.names = list(found)
+        return tuple(cast(list(found.values()), torch.float32))
 
 
 def decomposed(
@@ -30,11 +60,11 @@ def decomposed(
     `original` is the program's `model` in fp32, if it is in fp16. Then, large constants and their readers are in fp32.
     """
     graphs = [part.graph for part in exported.graph_module.modules() if isinstance(part, fx.GraphModule)]
+    nodes = [node for graph in graphs for node in graph.nodes]
     has_large = original is not None and (
-        any(map(_has_large_number, exported.graph.nodes))
-        or any(_exceeds(x) for *_, x in _constants(exported, original))
+        any(map(_has_large_number, nodes)) or any(_exceeds(x) for *_, x in _constants(exported, original))
     )
-    if has_large or any(node.target in table for graph in graphs for node in graph.nodes):
+    if has_large or any(node.target in table for node in nodes):
         exported = exported.run_decompositions(dict(table))  # torch.onnx.export would repeat the work
     if has_large and original is not None:
         _widen_constants(exported, original)
@@ -80,7 +110,7 @@ def _widen_constants(exported: ExportedProgram, original: nn.Module) -> None:
             wide.add(node)
             stored[target], node.meta["val"] = value, node.meta["val"].float()
 
-    def cast(x: fx.Node, dtype: torch.dtype, near: fx.Node) -> fx.Node:
+    def cast_node(x: fx.Node, dtype: torch.dtype, near: fx.Node) -> fx.Node:
         made = graph.call_function(aten._to_copy.default, (x,), {"dtype": dtype})
         made.meta = dict(near.meta)  # scope and, of an output, the type
         return made
@@ -97,13 +127,13 @@ def _widen_constants(exported: ExportedProgram, original: nn.Module) -> None:
         for each in set(inputs) - wide:
             if getattr(each.meta.get("val"), "dtype", None) == torch.float16:
                 with graph.inserting_before(node):
-                    node.replace_input_with(each, cast(each, torch.float32, node))
+                    node.replace_input_with(each, cast_node(each, torch.float32, node))
         if node.kwargs.get("dtype") == torch.float16:
             node.update_kwarg("dtype", torch.float32)
         if is_constant or len(outputs) > 1:
             wide.add(node)
         elif any(getattr(y, "dtype", None) == torch.float16 for y in outputs):
             with graph.inserting_after(node):
-                half = cast(node, torch.float16, node)
+                half = cast_node(node, torch.float16, node)
             node.replace_all_uses_with(half, lambda user, half=half: user is not half)
     exported.graph_module.recompile()

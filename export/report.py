@@ -76,6 +76,8 @@ class Check:
         return bool(self.rms_error <= margin * RMS and self.flips <= margin * FLIPS * self.images)
 
     def title(self) -> str:
+        if not self.batch:  # of all outputs, flattened
+            return self.output
         emulated = ", without VNNI" if self.saturating else ""
         shown = f"images of {'x'.join(map(str, self.image_hw))}" if all(self.image_hw) else "copies of the example"
         return f"{self.output}, {self.images} {shown}, batch {self.batch}{emulated}"
@@ -112,7 +114,8 @@ class ExportReport:
     library: str
     opset: int
     target: str
-    precision: str  # of weights and matmuls; input and output are always fp32 (or uint8 pixels)
+    precision: str  # of weights and matmuls
+    inputs: dict[str, str] = field(default_factory=dict)  # dtype and shape; fp32 for any floating-point dtype
     outputs: dict[str, list[int | str]] = field(default_factory=dict)  # shape of each output; names of dynamic axes
     ir_version: int = 0  # of the file format
     bytes: int = 0  # size of the file and of the weights beside it
@@ -173,6 +176,7 @@ class ExportReport:
         rows = [
             ("opset, target, precision", f"{self.opset}, {self.target}, {self.precision}"),
             ("IR version", str(self.ir_version)),
+            *((f"input {name}", text) for name, text in self.inputs.items()),
             *((f"output {name}", str(shape)) for name, shape in self.outputs.items()),
             ("size", f"{self.bytes / 1e6:.1f} MB{beside}"),
             (f"{sum(self.nodes.values())} nodes", self.nodes),

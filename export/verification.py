@@ -94,7 +94,10 @@ def _verify(path: Path, call: Call, images: list[Image.Image], split: bool) -> t
             exact = [_reference(reference, each, signature, split) for each in inputs]
         except RuntimeError:  # a model may mix dtypes in fp64
             in_fp32, reference = True, call
-            exact = [_reference(reference, each, signature, split) for each in inputs]
+            try:
+                exact = [_reference(reference, each, signature, split) for each in inputs]
+            except RuntimeError as error:
+                raise VerificationError(f"the model must run in fp32, which is the reference: {error}") from error
         names, expected = list(exact[0]), joined(exact)
         shown: Any = fed[0].shape[1:3] if options.preprocess else size
         for run in runs:
@@ -111,6 +114,11 @@ def _verify(path: Path, call: Call, images: list[Image.Image], split: bool) -> t
                 checks.append(replace(loss, **more, saturating=run is not runs[0], passed=bool(passed)))
     if failed := [check for check in checks if not check.passed]:
         difference = f"differs from eager on {worst(failed)}; allowed: {options.budget}"
+        again = _reference(reference, inputs[0], signature, split)
+        if not all(np.array_equal(again[name], y, equal_nan=True) for name, y in exact[0].items()):
+            difference += ": the model draws random numbers or has a state, because equal inputs give unequal outputs"
+        if nan := [name for name, y in expected.items() if np.isnan(y).any()]:
+            difference += f": the model returns NaN in {', '.join(nan)}"
         raise VerificationError(f"the {options.precision} file {difference}")
     return checks, f"eager {'fp32' if in_fp32 else 'fp64'}", device
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.apps.data import sample_image
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.export import ExportReport, OnnxRunner, QuantisationError, export_onnx, inspect_onnx
+from vit_fast.export import ExportReport, OnnxRunner, QuantisationError, VerificationError, export_onnx, inspect_onnx
 from vit_fast.export.options import BUDGETS
 from vit_fast.export.tensorrt import tensorrt_reasons
 
@@ -322,6 +322,16 @@ class Computes(nn.Module):
         return self.function(x)
 
 
+class HasState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
 OFFSET = torch.arange(2.0).view(2, 1, 1, 1)
 LENGTH = Computes(lambda x: torch.ones(5).expand(len(x), -1) * x.mean())
 RETURNS_TEXT = Computes(lambda x: (x, "text"))
@@ -334,6 +344,13 @@ RETURNS_TEXT = Computes(lambda x: (x, "text"))
         (Computes(lambda x: x + OFFSET), {}, r"x \+ OFFSET(.|\n)*the model fixes the batch: .*dynamic_batch=False"),
         (LENGTH, {}, r"any_model\.py:\d+: LENGTH = (.|\n)*the model fixes the batch: .* instead of len\(x\)"),
         (Computes(torch.special.airy_ai), {}, r"return self\.function\(x\)(.|\n)*compute it from others"),
+        (HasState(), {}, "differs from eager on output(.|\n)*has a state"),
+        (Computes(lambda x: x.clamp(0).log().sqrt()), {}, "the model returns NaN in output"),
+        (
+            Computes(torch.abs),
+            {"example": torch.randn(2, 3, dtype=torch.complex64)},
+            "must not contain complex numbers",
+        ),
         (RETURNS_TEXT, {}, "output_1 must be a tensor, got str"),
         (RETURNS_TEXT, {"output": "logits"}, "must not be given with example"),
         (nn.Conv2d(3, 3, 1), {"example": torch.tensor(1.0)}, "first axis is a batch"),
@@ -341,7 +358,7 @@ RETURNS_TEXT = Computes(lambda x: (x, "text"))
     ],
 )
 def test_models_that_cannot_be_captured(model: Any, options: Any, message: str, tmp_path: Path, capfd: Any) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, VerificationError), match=message):
         export_onnx(model, tmp_path / "m.onnx", **({"example": torch.randn(2, 3, 8, 8)} | options))
     assert not list(tmp_path.iterdir()) and "aten" not in "".join(capfd.readouterr())
 

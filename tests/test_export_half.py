@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+import torch.nn.functional as F
 from digits import digits_vit, held_out
 from onnx.reference import ReferenceEvaluator
 from onnx_models import make
@@ -104,6 +105,26 @@ def test_large_constants_stay_in_fp32(tmp_path: Path) -> None:
             if not verify and name in ("filled", "block", "several"):
                 continue
             np.testing.assert_allclose(got[name], expected, atol=5e-3 * expected.abs().max().clamp(1), err_msg=name)
+
+
+class MixedDtypes(nn.Module):
+    """Computes parts in fp32 in any case, as a model that was never run in fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.layer, self.scale = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 8), torch.tensor([0.5] * 8)
+
+    def forward(self, pixels: Tensor) -> dict[str, Tensor]:
+        x = self.patches(pixels.float() / 255).flatten(2).mT
+        scores = self.layer(x * self.scale) @ x.mT + torch.eye(4) * -100
+        y = scores.softmax(-1) @ x
+        return {"attention": y, "spectrum": torch.fft.rfft(y).abs(), "fused": F.scaled_dot_product_attention(y, x, x)}
+
+
+def test_a_model_that_mixes_dtypes(tmp_path: Path) -> None:
+    example = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    report = export_onnx(MixedDtypes().eval(), tmp_path / "m.onnx", precision="fp16", example=example)
+    assert report.verified and report.inputs == {"pixels": "uint8 ['batch', 3, 8, 8]"}
 
 
 @pytest.mark.slow

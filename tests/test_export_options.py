@@ -15,7 +15,7 @@ import torch
 from fused_models import SUBJECTS
 from onnx_models import FAMILIES, NAMES, make
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.apps.data import make_transform, per_channel, read_image, read_images, sample_image
@@ -208,3 +208,30 @@ def test_matmuls_have_the_names_of_their_layers(tmp_path: Path) -> None:
     nodes = onnx.load(tmp_path / "m.onnx").graph.node
     expected = [name for name, module in model.blocks.named_modules(prefix="blocks") if isinstance(module, nn.Linear)]
     assert [node.name for node in nodes if node.name.startswith("blocks")] == expected
+
+
+class Awkward(nn.Module):
+    """Computed weights, hooks, nested inputs and outputs whose names collide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.utils.weight_norm(nn.Linear(8, 8))
+        self.layer.register_forward_hook(lambda module, inputs, y: 2 * y)
+
+    def forward(self, given: dict[str, Tensor], given_x: Tensor) -> dict[Any, Any]:
+        y = self.layer(given["x"])
+        return {"a": {"b": y}, "a_b": -y, "given_x": (given_x + 1).to(torch.int32), 0: y.argmax(-1), 1: None}
+
+
+def test_names_that_collide_and_inputs_of_other_dtypes(tmp_path: Path) -> None:
+    """Floating-point inputs and outputs are fp32; a compiled model in fp16, with computed weights, is exported."""
+    model, x = Awkward().half(), torch.randn(2, 4, 8)
+    example = {"given": {"x": x.half()}, "given_x": torch.tensor([3, 4], dtype=torch.int32)}
+    report = export_onnx(torch.compile(model), tmp_path / "m.onnx", example=example)
+    assert report.inputs == {"given_x": "float ['batch', 4, 8]", "given_x_input": "int32 ['batch']"}
+    assert report.verified and list(report.outputs) == ["a_b", "a_b_output", "given_x_output", "0"]
+    inputs = {"given_x": x.half().float(), "given_x_input": example["given_x"]}
+    found, expected = OnnxRunner(tmp_path / "m.onnx", "cpu")(inputs), model.float()({"x": x.half().float()}, example["given_x"])
+    torch.testing.assert_close(found["a_b"], -found["a_b_output"])
+    torch.testing.assert_close(found["given_x_output"], expected["given_x"])
+    assert found["a_b"].dtype == torch.float32

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from ..blocks.frozen import Frozen
 from ..blocks.fused import FusedModule, FusedNormMlp, device_of, dtype_of
 from ..blocks.fusion_report import FreezeReport, FusionReport
 from ..errors import check_type, raise_unsupported
+from ..libraries.interface.image_model import deep_copy
 from ..libraries.known import fused_form
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from ..quantization import fp8
@@ -212,7 +212,7 @@ def sharing_copy(model: nn.Module, example: Any = None) -> nn.Module:
 
     Modules of unknown classes are read on the example, if the model can run on it.
     """
-    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    copied = deep_copy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     _walk(copied, "sdpa", "sdpa", example).apply()
     return copied
 

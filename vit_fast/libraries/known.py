@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 import sys
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from ..blocks.fused import FusedContainer, FusedModule, cached, form_of
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
 from . import fixed_grid, research_files, torchvision, vit_fast_model
-from .interface.image_model import ImageModel, cast_module
+from .interface.image_model import ImageModel, cast_module, deep_copy
 from .interface.packed_tower import PackedTower
 from .interface.weight_names import Converted
 from .timm import timm_blocks, timm_model, timm_towers
@@ -60,10 +59,10 @@ def recognize(model: nn.Module) -> ImageModel:
 
 def exportable(model: nn.Module) -> nn.Module:
     """Returns the model, or a copy unless it is in evaluation mode, in fp32 and on the CPU."""
-    if any(p.device.type == "meta" for p in model.parameters()):
+    if any(x.device.type == "meta" for x in (*model.parameters(), *model.buffers())):
         raise UnsupportedInputError(type(model).__name__, ["weights must be loaded, got tensors on the meta device"])
     if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()) or model.training:
-        model = cast_module(copy.deepcopy(model).cpu(), torch.float32)
+        model = cast_module(deep_copy(model).cpu(), torch.float32)
         model.eval()
     return model
 

@@ -154,7 +154,7 @@ class ImageModel:
                 converted = tensor.detach().to(dtype, copy=True)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(converted, tensor.requires_grad) if is_parameter else converted
-        return dataclasses.replace(self, model=cast_module(copy.deepcopy(self.model, memo), dtype))
+        return dataclasses.replace(self, model=cast_module(deep_copy(self.model, memo), dtype))
 
     @contextlib.contextmanager
     def exporting(self, backend: str, dynamic_size: bool) -> Iterator[None]:
@@ -163,12 +163,21 @@ class ImageModel:
         With backend "eager", the model computes the reference, by its own code.
         """
         with contextlib.ExitStack() as undo:
+            undo.enter_context(torch.autocast("cpu", enabled=False))  # of the caller
             for module in self.model.modules():
                 if hasattr(module, "vit_fast_backend"):
                     switch(undo, module, "vit_fast_backend", backend)
             if backend != "eager" or dynamic_size:
                 self.make_exportable(undo, dynamic_size)
             yield
+
+
+def deep_copy(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
+    """Copies a model, also with tensors that are computed from others, such as those of torch.nn.utils.weight_norm."""
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    computed = {id(x): x.detach() for x in attributes if isinstance(x, Tensor) and not x.is_leaf}
+    copied: nn.Module = copy.deepcopy(model, computed | dict(memo or {}))
+    return copied
 
 
 def cast_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
