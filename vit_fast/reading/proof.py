@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..blocks.block import run_halves
 from ..blocks.parts import Argument, origins, slots_of, tensor_at
@@ -27,7 +27,7 @@ LIMITS = {torch.float64: 2e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.
 _SMOOTH = frozenset(
     """
     add addcmul addmm alias as_strided atleast_3d baddbmm batch_norm bmm broadcast_to cat channel_shuffle chunk
-    clamp_min clone complex concat conj constant_pad_nd contiguous conv1d conv2d conv3d convolution copy cumsum
+    clone complex concat conj constant_pad_nd contiguous conv1d conv2d conv3d convolution copy cumsum
     detach diagonal div divide dropout einsum expand expand_as feature_dropout flatten flip gather group_norm hsplit
     hstack imag index index_select layer_norm lift_fresh linalg_vector_norm linear mH mT masked_fill matmul matrix_H
     mean mm moveaxis movedim mul multiply narrow native_layer_norm neg norm numpy_T outer pad permute pixel_shuffle
@@ -65,21 +65,32 @@ def check_complete(graph: Graph, reading: Reading, names: Sequence[int | str]) -
                 raise UnreadableError(f"its output depends on {what}, which is not a part of attention or MLP")
 
 
+def _drops_nothing(node: fx.Node) -> bool:
+    """Returns True for inactive dropout, also of attention."""
+    args: Any = node.args
+    rate, training = args[4] if len(args) > 4 else node.kwargs.get("dropout_p", 0.0), True
+    if operator_of(node) == "dropout":
+        _, rate, training = args
+    return operator_of(node) in _SMOOTH and not (rate and training)
+
+
 def _check_operators(graph: Graph, activations: int) -> None:
     """Raises UnreadableError if operators on tokens may have an effect on other values than those of proofs."""
     for node in graph.nodes:
         name = operator_of(node)
         if not name or node not in graph.ancestors[graph.nodes[-1]]:
             continue
-        is_random = torch.Tag.nondeterministic_seeded in node.target.tags
-        if not graph.is_live(node):
-            problem = f"computes random numbers ({name})" if is_random else ""
+        if torch.Tag.nondeterministic_seeded in node.target.tags and not _drops_nothing(node):
+            problem = f"computes random numbers ({name})"
+        elif not graph.is_live(node):
+            problem = ""
         else:
-            numbers = [each for each in (*node.args[1:], *node.kwargs.values()) if isinstance(each, int | float)]
-            usual = name in _SMOOTH and (name != "pow" or numbers[:1] <= [3])
-            usual = usual or (name == "clamp" and len(numbers) == 1 and node.kwargs.get("max") is None)
-            if name.startswith("clamp"):  # e.g. of a norm
-                usual = usual and 0 < numbers[0] <= 1e-3
+            numbers: list[float] = [
+                each for each in (*node.args[1:], *node.kwargs.values()) if isinstance(each, int | float)
+            ]
+            usual = name in _SMOOTH and (name != "pow" or [-3.0] <= numbers[:1] <= [3.0])
+            if name in ("clamp", "clamp_min") and len(numbers) == 1 and node.kwargs.get("max") is None:
+                usual = 0 < numbers[0] <= 1e-3  # e.g. of a norm
             activations -= name in _ACTIVATIONS
             usual = usual or (name in _ACTIVATIONS and activations >= 0)
             problem = "" if usual else f"applies {name} to its tokens, whose effect on other values is unknown"
