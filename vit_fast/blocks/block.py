@@ -30,18 +30,7 @@ from .fp8_scales import PLACE
 from .frozen import Frozen, ReshapedError
 from .outlines import Outline, built, outline
 from .packed import Packed, packed_for, packing_reasons, run_packed
-from .parts import (
-    NO_NORM,
-    AttentionParts,
-    BlockParts,
-    Half,
-    MlpParts,
-    NormParts,
-    block_tensors,
-    keys_at,
-    options_of,
-    tensor_of,
-)
+from .parts import NO_NORM, AttentionParts, BlockParts, Half, MlpParts, block_tensors, keys_at, options_of, tensor_of
 from .plain import is_touched
 from .token_facts import NOTHING, TokenFacts, VersionsCounted, recall, remember
 
@@ -103,8 +92,7 @@ def run_block(
     If `attend` is given, it computes x + attention(x) with the block's modules. `facts` are those of x, and `reader`
     contains the cached weights of the next block if that block reads e4m3. Returns the output and facts about it.
     """
-    attention: Any = parts.attention
-    mlp: Any = parts.mlp
+    attention, mlp = parts.halves
     if attend is not None:
         x, facts = attend(x), NOTHING
     elif parts.fp8 is not None and keys is None:
@@ -138,18 +126,18 @@ def _run_fused(
 
 def run_attention(parts: AttentionParts, x: Tensor, backend: str, frozen: Any = None) -> Tensor:
     """Runs an attention half on [B, N, C] with the rotary embeddings of its parts, and cached weights or None."""
-    x, norm, inside = _begun(parts, x)
+    x, parts, inside = _begun(parts, x)
     rope, keys = None if parts.rope is None else parts.rope.now(), keys_at(parts.cu_seqlens, x)
     by_kernels = resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting()
-    if by_kernels and (norm.kind != "none" or type(frozen) is Frozen):
-        used = replace(parts, norm=norm) if norm is not parts.norm else parts
-        tensors, computed, rotates = _tensors_for(used, None, frozen, x, rope)
-        if norm.kind != "none" or tensors.qkv_sum is not None:  # the operator has no gradients without a norm
-            options = options_of(used, None, x.device, computed)
+    if by_kernels and (parts.norm.kind != "none" or type(frozen) is Frozen):
+        tensors, computed, rotates = _tensors_for(parts, None, frozen, x, rope)
+        if parts.norm.kind != "none" or tensors.qkv_sum is not None:  # the operator has no gradients without a norm
+            options = options_of(parts, None, x.device, computed)
             y = fused_block(x, None, tensors, rope=rotates, keys=keys, residual=inside, **options)[0]
             return _ended(parts, x, y, inside)
     options = options_of(parts, None, x.device)
-    qkv = F.linear(reference.normalize(x, norm.now()), *parts.qkv.tensors()).unflatten(-1, (3, parts.num_heads, -1))
+    normed = reference.normalize(x, parts.norm.now())
+    qkv = F.linear(normed, *parts.qkv.tensors()).unflatten(-1, (3, parts.num_heads, -1))
     if parts.qk_norm is not None or rope is not None:
         qkv = qk_norm_rope(qkv, qk_norm=options["qk_norm"], rope=rope, backend=backend)
     mixed = attention_among(qkv, keys, scale=parts.scale, terms=options["terms"], backend=backend).flatten(2)
@@ -161,13 +149,13 @@ def run_attention(parts: AttentionParts, x: Tensor, backend: str, frozen: Any = 
 
 def run_mlp(parts: MlpParts, x: Tensor, backend: str, frozen: Any = None) -> Tensor:
     """Runs an MLP half, [..., C] -> [..., C], with cached weights or None."""
-    x, norm, inside = _begun(parts, x)
-    used = replace(parts, norm=norm) if norm is not parts.norm else parts
-    options = options_of(None, used, x.device)
+    x, parts, inside = _begun(parts, x)
+    options = options_of(None, parts, x.device)
     if resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
-        y = fused_block(x, None, _tensors_for(None, used, frozen, x, None)[0], residual=inside, **options)[0]
+        y = fused_block(x, None, _tensors_for(None, parts, frozen, x, None)[0], residual=inside, **options)[0]
     else:
-        y = reference.layer_norm_mlp(x, block_tensors(None, used), residual=inside, **options | {"eps": norm.eps})
+        options["eps"] = parts.norm.eps
+        y = reference.layer_norm_mlp(x, block_tensors(None, parts), residual=inside, **options)
     return _ended(parts, x, y, inside)
 
 
@@ -183,12 +171,12 @@ def run_halves(
     return run_mlp(mlp, y, backend, frozen)
 
 
-def _begun(parts: Half, x: Tensor) -> tuple[Tensor, NormParts, bool]:
-    """Returns the tokens to add, the norm to apply to them, and True if the operator adds them."""
+def _begun(parts: Any, x: Tensor) -> tuple[Tensor, Any, bool]:
+    """Returns the tokens to add, the half without a norm that is already applied, and True if the operator adds."""
     inside = parts.residual in ("tokens", "normed") and parts.branch_norm.kind == "none" and not parts.drops_path()
     if parts.residual == "normed":
-        return reference.normalize(x, parts.norm.now()), NO_NORM, inside
-    return x, parts.norm, inside
+        return reference.normalize(x, parts.norm.now()), replace(parts, norm=NO_NORM), inside
+    return x, parts, inside
 
 
 def _ended(parts: Half, x: Tensor, y: Tensor, inside: bool) -> Tensor:

@@ -303,8 +303,7 @@ class FusedNormMlp(FusedModule):
 
     def norm_mlp(self, parts: BlockParts, x: Tensor) -> Tensor:
         """Computes x + drop_path(layer_scale * MLP(LN(x))) for x [..., C]; `parts` are from `ready`."""
-        mlp: Any = parts.mlp
-        return run_mlp(mlp, x, self.vit_fast_backend)
+        return run_mlp(parts.halves[1], x, self.vit_fast_backend)
 
     run_as_block = run_as_block  # a method
 

@@ -138,10 +138,8 @@ def set_backend(model: nn.Module, backend: str) -> FusionReport:
     """
     check_type("model", model, nn.Module)
     if backend == "triton":
-        forms = {
-            part: type(part) if isinstance(part, FusedModule) else fused_form(type(part)) for part in model.modules()
-        }
-        unable = [reason for part, form in forms.items() if form is not None for reason in form.triton_reasons(part)]
+        forms = ((part, fused_form(type(part))) for part in model.modules())
+        unable = [reason for part, form in forms if form is not None for reason in form.triton_reasons(part)]
         raise_unsupported("set_backend with backend='triton'", list(dict.fromkeys(unable)))
     return fuse(model, backend)
 

@@ -45,7 +45,7 @@ class Walk:
         if module in self._has_row:
             return self._has_row[module]
         self._has_row[module] = True
-        form = type(module) if isinstance(module, FusedModule) else fused_form(type(module))
+        form = fused_form(type(module))
         if isinstance(module, FusedPatchConv):
             return True
         if (recipe := self.found.recipes.get(module)) is not None:
@@ -217,7 +217,7 @@ def is_supported(module: nn.Module) -> bool:
     """Returns True if fuse supports a module by its class."""
     if isinstance(module, nn.Sequential):  # its children decide
         return False
-    form = type(module) if isinstance(module, FusedModule) else fused_form(type(module))
+    form = fused_form(type(module))
     return form is not None and not issubclass(form, FusedContainer) and not form.examine(module).reasons
 
 

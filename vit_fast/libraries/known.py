@@ -91,7 +91,9 @@ _MIXINS = {path: mixin for file in FUSABLE for path, mixin in file.MIXINS.items(
 
 @cached
 def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
-    """Returns the fused class for instances of exactly this class, or None."""
+    """Returns the fused class for instances of exactly this class, or None; for a fused class, the class itself."""
+    if issubclass(cls, FusedModule):
+        return cls
     mixin = _MIXINS.get(f"{cls.__module__}.{cls.__qualname__}")
     return form_of(mixin, cls) if mixin is not None and mixin.replaces(cls) else None
 

@@ -37,15 +37,14 @@ class VisionTransformerMixin(FusedContainer):
         return output
 
     def _reads_one_token(self) -> bool:
-        tower: Any = self
-        if torch.is_grad_enabled() or tower.training or is_exporting():
+        if torch.is_grad_enabled() or self.training or is_exporting():
             return False
-        if tower.global_pool != "token" or tower.attn_pool is not None or not isinstance(tower.blocks, nn.Sequential):
+        if self.global_pool != "token" or self.attn_pool is not None or not isinstance(self.blocks, nn.Sequential):
             return False
-        cls = type(tower)
+        cls = type(self)
         if any(name in vars(self) or getattr(cls, name).__module__ != cls.original.__module__ for name in _METHODS):
             return False
-        return not any(part._forward_hooks or is_touched(part) for part in (tower.blocks, tower.norm))
+        return not any(part._forward_hooks or is_touched(part) for part in (self.blocks, self.norm))
 
 
 def _run_for_one_token(blocks: Any, x: Tensor) -> Any:
