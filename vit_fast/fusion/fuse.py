@@ -63,8 +63,8 @@ def fuse(
         example: Input of one forward: a tensor, a tuple of arguments, or a dictionary of keyword arguments. Modules
             whose class is unknown are captured on it. A module is fused only if its parts compute the same outputs and
             gradients on random weights. Calls with other arguments than in this forward run the original forward. By
-            default, fuse uses the images of `calibrate`, or if the model contains unknown classes and states its size,
-            a random input.
+            default, fuse uses the images of `calibrate`, or if the model contains unknown classes, a random input of
+            the model or of the towers inside it that state their size.
     Returns:
         A report with one row per fused or skipped module.
     Raises:
