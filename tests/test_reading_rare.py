@@ -369,6 +369,26 @@ def test_skipped_blocks_are_named_with_all_they_contain() -> None:
     report = vit_fast.fuse(Net(Inline, depth=1), "eager", example=torch.randn(2, 3, 20, 16))
     assert [(row.name, row.part) for row in report.skipped] == [("layers.0", "attention, norm + MLP")]
 
+    class Layer(Packed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attend(x)
+
+    class Beside(Packed):
+        def __init__(self, width: int, heads: int) -> None:
+            super().__init__(width, heads)
+            self.layer = Layer(width, heads)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            fc1, _, fc2 = self.mlp
+            x = x + self.layer(self.norm1(x)).flip(1)
+            return x + fc2(F.gelu(fc1(self.norm2(x))))
+
+    report = vit_fast.fuse(Net(Beside, depth=1), "eager", example=torch.randn(2, 3, 20, 16))
+    assert [(row.name, row.part, row.fused) for row in report.modules] == [
+        ("layers.0.layer", "attention", True),
+        ("layers.0", "norm + MLP", False),
+    ]
+
 
 @pytest.mark.parametrize("memory", [2**10, None])
 def test_captures_that_need_too_much_memory(memory: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,14 +116,15 @@ class Walk:
         """Adds a row for attention that a module computes itself, and for an MLP, if they were not read."""
         why, attends = self.found.reasons.get(module), self.found.own[module] > 0
         around = (row for row in self.rows if row.reasons and "MLP" in row.part and name.startswith(f"{row.name}."))
-        if not attends and (found or why is None or any(around)):
+        has_mlp = self.found.mlps[module] > 0  # e.g. beside an attention layer
+        if not attends and (why is None or any(around) or (found and not has_mlp)):
             return found
-        kinds = [("attention", self.found.cores), ("norm + MLP", self.found.mlps)]
-        part = ", ".join(kind for kind, counts in kinds if counts[module]) or "norm + MLP"
+        kinds = {"attention": self.found.cores[module] > 0 and (attends or not found), "norm + MLP": has_mlp}
+        part = ", ".join(kind for kind, exists in kinds.items() if exists) or "norm + MLP"
         several = "its forward computes more than one attention layer"
         why = why or (several if self.found.own[module] > 1 else "q, k and v are not linear layers of the tokens")
         if (width := self.found.width_of_cores(module)) is not None:
-            part = "norm + MLP" if self.found.mlps[module] else ""
+            part = "norm + MLP" if has_mlp else ""
             notes = [f"the rest runs as modules: {why}"]
             if module in self.found.spelled:
                 notes.append("with the backend sdpa, the products and the softmax of its forward run")

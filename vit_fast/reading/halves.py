@@ -59,7 +59,7 @@ class Halves(Vectors):
             problem = f"its scores are changed before the softmax ({changes}), e.g. by a bias or mask"
         else:
             problem = "its attention is not softmax(scale * q k^T) v of all tokens of an image"
-            if changed := graph.computed_between(first.node, cores[0].q):
+            if (changed := graph.computed_between(first.node, cores[0].q)) not in ("", ": div", ": mul"):
                 problem += f", or its q is changed by more than a norm of all heads or rotary tables{changed}"
         heads, keys = self._heads(x)
         target = self.values[proj.x]
