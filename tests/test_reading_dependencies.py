@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import itertools
 import os
 import random
@@ -72,6 +73,13 @@ UNKNOWN: dict[str, Any] = {
     "iterator": itertools.repeat(1),
     "container": deque([1]),
 }
+
+
+def test_another_profiler_stays() -> None:
+    profiler = cProfile.Profile()
+    with profiler:
+        assert read(Packed(32, 4), torch.empty(2, 10, 32)).kind == "attention, norm + MLP"
+    assert profiler.getstats()
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

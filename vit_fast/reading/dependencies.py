@@ -13,7 +13,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -54,9 +54,15 @@ def asks_if_traced(forward: Callable[[], Any]) -> bool:
     found: list[str] = []
     draws = getattr(sys.modules.get("numpy"), "random", None)  # its functions are invisible to a profiler
     before = draws and str(draws.get_state())
-    for enabled in (False, True):
-        with torch.set_grad_enabled(enabled), _Tensors(found), _profiled(found):
-            forward()
+
+    def run() -> None:
+        sys.setprofile(functools.partial(_note, found))
+        for enabled in (False, True):
+            with torch.set_grad_enabled(enabled), _Tensors(found):
+                forward()
+
+    with ThreadPoolExecutor(1) as thread:  # which has no other profiler, e.g. cProfile
+        thread.submit(run).result()
     if draws and before != str(draws.get_state()):
         found.append("random numbers")
     if asked := next((each for each in found if not _TRACED.fullmatch(each)), None):
@@ -64,29 +70,19 @@ def asks_if_traced(forward: Callable[[], Any]) -> bool:
     return bool(found)
 
 
-@contextmanager
-def _profiled(found: list[str]) -> Iterator[None]:
+def _note(found: list[str], frame: FrameType, event: str, called: Any) -> None:
     """Notes the functions that code outside of torch and the standard library calls, if they are questions."""
-    before = sys.getprofile()
-
-    def note(frame: FrameType, event: str, called: Any) -> None:
-        caller: FrameType | None = frame
-        if event == "call":
-            name, module, caller = frame.f_code.co_name, frame.f_globals.get("__name__", ""), frame.f_back
-            module = "os" if frame.f_locals.get("self") is os.environ else module
-        elif event == "c_call" and not isinstance(owner := getattr(called, "__self__", None), Tensor | nn.Module):
-            name, module = called.__name__, getattr(called, "__module__", None) or type(owner).__module__
-        else:
-            return
-        asker = caller.f_globals.get("__name__", "").partition(".")[0] if caller is not None else "torch"
-        if asker not in ("torch", "vit_fast") and asker not in sys.stdlib_module_names and _is_question(name, module):
-            found.append(name if _TRACED.fullmatch(name) else f"{module}.{name}")
-
-    sys.setprofile(note)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
+    caller: FrameType | None = frame
+    if event == "call":
+        name, module, caller = frame.f_code.co_name, frame.f_globals.get("__name__", ""), frame.f_back
+        module = "os" if frame.f_locals.get("self") is os.environ else module
+    elif event == "c_call" and not isinstance(owner := getattr(called, "__self__", None), Tensor | nn.Module):
+        name, module = called.__name__, getattr(called, "__module__", None) or type(owner).__module__
+    else:
+        return
+    asker = caller.f_globals.get("__name__", "").partition(".")[0] if caller is not None else "torch"
+    if asker not in ("torch", "vit_fast") and asker not in sys.stdlib_module_names and _is_question(name, module):
+        found.append(name if _TRACED.fullmatch(name) else f"{module}.{name}")
 
 
 def _is_question(name: str, module: str) -> bool:
