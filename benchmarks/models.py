@@ -206,16 +206,19 @@ def _of_weights(source: str, img_size: Size | None) -> Model:
 
 def _onnx(path: Path, img_size: Size | None) -> Model:
     from vit_fast.export import OnnxRunner
+    from vit_fast.export.runtime.metadata import images_and_others
 
     runner = OnnxRunner(path, "cpu", image_hw=img_size)
+    found: dict[str, Any] = {"onnx": path, "source": str(path), "precision": runner.info.precision}
     if runner.info.metadata.get("inputs"):
-        names = ", ".join(entry["name"] for entry in runner.info.inputs)
-        raise ValueError(f"{path.name}: the file must take images only, got {names}")
+        _, dims, _ = images_and_others(runner.info)
+        if img_size not in (None, tuple(dims[-2:])):
+            raise ValueError(f"--img-size must be {tuple(dims[-2:])}, the image size of {path.name}, got {img_size}")
+        return Model(path.name, tuple(dims), DataConfig() if len(dims) == 3 and dims[0] in (1, 3) else None, **found)
     if runner.image_hw is None:
         raise ValueError(f"{path.name}: the image size is dynamic; add --img-size N")
     data = runner.data_config if isinstance(runner.data_config, DataConfig) else DataConfig()
-    shape = (runner.in_chans, *runner.image_hw)
-    return Model(path.name, shape, data, onnx=path, source=str(path), precision=runner.info.precision)
+    return Model(path.name, (runner.in_chans, *runner.image_hw), data, **found)
 
 
 Found = tuple[Callable[[], Any], Size | None, DataConfig]
@@ -233,6 +236,9 @@ def _given(given: str, find: Callable[[str, Size | None], Found], size: Size | N
         nonlocal example
         if isinstance(model, tuple):  # and an example of its inputs
             model, example = model
+            if not isinstance(example, Tensor):
+                model = OfImages(model, example)
+                example = model.images
         if not isinstance(model, nn.Module):
             raise TypeError(f"the function must return an nn.Module, got {type(model).__name__}")
         model = OutputOf(model) if wrapped else model
@@ -243,7 +249,7 @@ def _given(given: str, find: Callable[[str, Size | None], Found], size: Size | N
         make, given_hw, data = find(given, size)
         model, counted = build(), []
         image_hw = given_hw or (example.shape[2:] if isinstance(example, Tensor) else (224, 224))
-        in_chans = channels_of(model)
+        in_chans = model.images.shape[1] if isinstance(model, OfImages) else channels_of(model)
         with torch.no_grad():
             wrapped = not isinstance(model(torch.zeros(1, in_chans, *image_hw)), Tensor)
         model = OutputOf(model) if wrapped else model
@@ -308,6 +314,30 @@ class OutputOf(nn.Module):
         if (tokens := getattr(found, "last_hidden_state", None)) is not None:
             return tokens[:, 0]
         return next(each for each in pytree.tree_leaves(found) if isinstance(each, Tensor))
+
+
+class OfImages(nn.Module):
+    """A model as a function of images; its other inputs are those of the first image in an example."""
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        from vit_fast.export.call import call_of
+        from vit_fast.export.options import ExportOptions
+
+        super().__init__()
+        self._call = call_of(model, example, ExportOptions())
+        self.model = self._call.vit.model
+        self._batched = dict(zip(self._call.names, self._call.batched))
+        if self._call.images is None:
+            raise ValueError("the example must contain images [B, channels, height, width]")
+        self.images: Tensor = self._call.leaves[self._call.images]
+        for i, has in self._batched.items():
+            self.register_buffer(f"input_{i}", self._call.leaves[i][:1] if has else self._call.leaves[i])
+
+    def forward(self, images: Tensor) -> Any:
+        others = {i: self.get_buffer(f"input_{i}") for i in self._batched}
+        given = {i: x.expand(images.shape[0], *x.shape[1:]) if self._batched[i] else x for i, x in others.items()}
+        args, kwargs = self._call.arguments(list((given | {self._call.images: images}).values()))
+        return self.model(*args, **kwargs)
 
 
 def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:

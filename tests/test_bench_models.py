@@ -14,7 +14,7 @@ import torch
 from bench_support import build, measure, plan
 from command_line import run
 from onnx_models import randomized
-from torch import nn
+from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.benchmarks import report, runner
@@ -47,6 +47,13 @@ def named():
 
 def with_example():
     return Named(), torch.randn(1, 3, 32, 64)
+
+class Masked(Named):
+    def forward(self, inputs, mask):
+        return self.parts(inputs["x"] * mask[:, None])
+
+def several_inputs():
+    return Masked(), ({"x": torch.randn(2, 3, 32, 64)}, torch.rand(2, 32, 64))
 
 def number():
     return 5
@@ -105,6 +112,23 @@ def test_an_onnx_file_is_measured_unchanged(folder: Path) -> None:
     assert (row["precision"], row["dtype"]) == ("fp16", "fp32")
 
 
+class Pairs(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor, ids: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        tokens = x.flatten(2).mean(-1) * mask[:, None] * scale + ids
+        return {"pairs": tokens @ tokens.mT, "class": tokens.argmax(-1), "tokens": tokens}
+
+
+def test_an_onnx_file_with_several_inputs(folder: Path) -> None:
+    """Other inputs are random, also for volumes; the output of all images of a batch is not compared."""
+    for shape in ((3, 8, 8), (1, 4, 8, 8)):
+        example = (torch.randn(2, *shape), torch.rand(2), torch.tensor([[1], [0]]), torch.tensor(2.0))
+        vit_fast.export.export_onnx(Pairs(), folder / "mine.onnx", example=example)
+        (model,) = resolve("mine.onnx")(None)
+        assert model.shape == shape and (model.data is None) == (len(shape) == 4)
+        for row in measured("mine.onnx", "onnxruntime", "openvino", batch_sizes=(9,)):
+            assert row["batch"] == 9 and row["agreement"] == 1
+
+
 def test_a_function_returns_a_model(folder: Path) -> None:
     given, fused = measure("my_models:convolution", "given", "given+fused", img_size=[32, 64])["rows"]
     assert given["status"] == "measured" and given["img_size"] == [32, 64]
@@ -116,8 +140,9 @@ def test_a_function_returns_a_model(folder: Path) -> None:
 def test_a_model_of_any_class_runs_in_onnx_runtime(folder: Path) -> None:
     """Compares the logits of a model that returns several tensors."""
     measured("my_models:named", "given", "onnxruntime", img_size=[32, 64])
-    (row,) = measured("my_models:with_example", "given")
-    assert row["img_size"] == [32, 64]
+    for name in ("with_example", "several_inputs"):
+        (row, _) = measured(f"my_models:{name}", "given", "onnxruntime")
+        assert row["img_size"] == [32, 64]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -213,6 +214,33 @@ def inspect_onnx(path: str | Path) -> OnnxInfo:
     return info
 
 
+def images_and_others(info: OnnxInfo) -> tuple[str, list[int], Callable[[int], dict[str, np.ndarray]]]:
+    """Returns name and shape of the images or volumes among several inputs, and a function that makes the others.
+
+    It maps a batch size to random inputs, with equal entries along the batch; integers are 0 or 1. Raises
+    ModelFileError without images, or for an axis of unknown size other than the batch.
+    """
+    given = {entry["name"]: entry for entry in info.inputs}
+    found = [name for name, entry in given.items() if entry["dtype"] == "float" and len(entry["shape"]) >= 4]
+    unknown = [name for name, entry in given.items() if any(isinstance(dim, str) for dim in entry["shape"][1:])]
+    if not found or unknown:
+        got = "; ".join(f"{entry['name']} {entry['dtype']} {entry['shape']}" for entry in info.inputs)
+        raise ModelFileError(f"{info.path}: an input must be images in float, and all but the batch fixed, got {got}")
+    images, generator, others = given.pop(found[0]), np.random.default_rng(0), {}
+    for name, entry in given.items():
+        shape = [1 if isinstance(dim, str) else dim for dim in entry["shape"]]
+        dtype = np.dtype(OUTPUT_DTYPES.get(entry["dtype"], np.float32))
+        is_float = np.issubdtype(dtype, np.floating)
+        others[name] = (generator.standard_normal(shape) if is_float else generator.integers(0, 2, shape)).astype(dtype)
+    batched = [name for name, entry in given.items() if any(isinstance(dim, str) for dim in entry["shape"])]
+
+    @functools.cache
+    def made(count: int) -> dict[str, np.ndarray]:
+        return {name: x.repeat(count, 0) if name in batched else x for name, x in others.items()}
+
+    return found[0], images["shape"][1:], made
+
+
 def damaged(path: str | Path, error: object) -> ModelFileError:
     return ModelFileError(f"{path}: its metadata is damaged: {error}")
 
@@ -255,6 +283,17 @@ class Signature:
         return [
             name for name, text in texts.items() if re.search(rf"\b{re.escape(self.batch)}\b", re.sub(own, "", text))
         ]
+
+    @property
+    def main(self) -> int:
+        """Index of the first output that contains floating-point values per image; 0 without one."""
+        rows = {
+            name: dims[0] for name, (dtype, dims) in self.outputs.items() if dims and "float" in np.dtype(dtype).name
+        }
+        found = (name for name, rows in rows.items() if not isinstance(rows, int) or rows == self.shape[0])
+        return list(self.outputs).index(
+            next((name for name in found if name not in self.paired), next(iter(self.outputs)))
+        )
 
     def shape_of(self, name: str, count: int) -> list[int] | None:
         """Returns the shape of an output of `count` images; None if the file does not contain it."""

@@ -199,7 +199,7 @@ class OnnxRunner:
         self.info: OnnxInfo = inspect_onnx(self.path)
         # files of export_onnx with other inputs take a dict only, and describe the inputs
         self._named = self.info.metadata.get("inputs") is not None
-        self._signature = signature = read_signature(self.info, any_inputs=self._named)
+        self.signature = signature = read_signature(self.info, any_inputs=self._named)
         self.in_chans, self.takes_pixels = signature.in_chans, signature.takes_pixels
         if data_config is not None and not isinstance(data_config, DataConfig):
             data_config = DataConfig.from_dict(data_config)
@@ -252,7 +252,7 @@ class OnnxRunner:
             ValueError: dtype or shape does not match the file, or an output of all images needs one batch.
         """
         if isinstance(images, Mapping):
-            return _run_named(self._session, images, list(self._signature.outputs))
+            return _run_named(self._session, images, list(self.signature.outputs))
         is_tensor = isinstance(images, Tensor)
         if self._named:
             names = ", ".join(entry["name"] for entry in self.info.inputs)
@@ -261,29 +261,29 @@ class OnnxRunner:
             raise TypeError(f"images must be a numpy array or a torch tensor, got {type(images).__name__}")
         if self.takes_pixels and images.ndim == 3:
             images = images[None]
-        self._signature.check(images)
+        self.signature.check(images)
         if not len(images):  # one image of zeros gives shape and dtype of the output
-            one = np.zeros((1, *images.shape[1:]), self._signature.dtype)
+            one = np.zeros((1, *images.shape[1:]), self.signature.dtype)
             found = self(torch.from_numpy(one).to(images.device) if is_tensor else one)
-            return self._signature.first(found, 0, 1)
+            return self.signature.first(found, 0, 1)
         bound = is_tensor and images.is_cuda and self._bind
         inputs = images.detach().to(self._gpu) if bound else images.detach().cpu().numpy() if is_tensor else images
-        size, first, results = self.max_batch, self._signature.first, list[dict[str, Any]]()
+        size, first, results = self.max_batch, self.signature.first, list[dict[str, Any]]()
         for start in range(0, len(inputs), size):
             piece = inputs[start : start + size]
             count = len(piece)
             if count < size and self._needs_full_batch:
                 piece = piece[[min(i, count - 1) for i in range(size)]]
             try:
-                results.append(first(dict(zip(self._signature.outputs, self._run(piece))), count, len(piece)))
+                results.append(first(dict(zip(self.signature.outputs, self._run(piece))), count, len(piece)))
             except Exception as error:  # ONNX Runtime's exceptions share no base class
-                if None not in self._signature.shape[1:] or "allocate" in str(error).lower():
+                if None not in self.signature.shape[1:] or "allocate" in str(error).lower():
                     raise
                 shape = tuple(images.shape)
                 raise ValueError(f"{self.path} does not support images of shape {shape}: {str(error)[:300]}") from error
         found = {}
-        for name in self._signature.outputs:
-            y = self._signature.join(name, [each[name] for each in results])
+        for name in self.signature.outputs:
+            y = self.signature.join(name, [each[name] for each in results])
             y = torch.from_numpy(y) if is_tensor and not bound else y
             found[name] = y.to(images.device) if is_tensor else y
         return found if len(found) > 1 else found.popitem()[1]
@@ -304,7 +304,7 @@ class OnnxRunner:
         if self.takes_pixels:  # images of any size
             outputs = [self(pixels) for pixels in prepared]
         else:
-            outputs = [self(np.stack(prepared).astype(self._signature.dtype))]
+            outputs = [self(np.stack(prepared).astype(self.signature.dtype))]
         parts = [y[self._classes] if isinstance(y, dict) else y for y in outputs]
         output = np.concatenate(parts).astype(np.float64)
         exponents = output if self.output == "probabilities" else np.exp(output - output.max(axis=-1, keepdims=True))
@@ -333,10 +333,10 @@ class OnnxRunner:
         images = np.ascontiguousarray(images)  # torch does not support negative strides
         if self._graph_device is not None:
             return [y.cpu().numpy() for y in self._run_on_cuda(torch.from_numpy(images).to(self._graph_device))]
-        return self._session.run(list(self._signature.outputs), {self._signature.input: images})
+        return self._session.run(list(self.signature.outputs), {self.signature.input: images})
 
     def _run_on_cuda(self, images: Tensor) -> list[Tensor]:
-        images, signature = images.contiguous(), self._signature
+        images, signature = images.contiguous(), self.signature
         outputs = _allocated(signature, len(images), images.device)
         if self._graph_device is not None:  # a graph has fixed addresses
             if self._graph_buffers is None:

@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from ..errors import UnsupportedInputError
 from ..files import file_aside
 from ..libraries.known import find
 from .candidate import Candidate
+
+if TYPE_CHECKING:
+    from ..export import OnnxRunner
 
 Run = Callable[[Tensor], Tensor]
 
@@ -46,6 +49,7 @@ class OnnxFile(nn.Module):
         self.device = torch.device(device)
         threads = torch.get_num_threads() if self.device.type == "cpu" else None
         self.runner = OnnxRunner(self.path, str(self.device), threads=threads, image_hw=image_hw)
+        self._run = _main_output(self.runner)
         content = hashlib.sha256()
         for part in parts_of(self.path):
             with part.open("rb") as file:
@@ -57,18 +61,28 @@ class OnnxFile(nn.Module):
         return self._digest
 
     def forward(self, images: Tensor) -> Tensor:
-        """Returns the file's first output [B, ...]; raises ValueError if dtype or shape do not match."""
-        from vit_fast.export.runtime.runner import outputs_of
+        """Returns the file's main output [B, ...]; raises ValueError if dtype or shape do not match."""
+        return self._run(images)
 
-        return outputs_of(self.runner(images))[0]
+
+def _main_output(runner: OnnxRunner) -> Run:
+    """Returns a function of images to the main output of a file; other inputs of the file are random."""
+    from vit_fast.export.runtime.metadata import images_and_others
+    from vit_fast.export.runtime.runner import outputs_of
+
+    index = runner.signature.main
+    if runner.info.metadata.get("inputs") is None:
+        return lambda images: outputs_of(runner(images))[index]
+    name, _, others = images_and_others(runner.info)
+    return lambda images: outputs_of(runner({name: images} | others(len(images))))[index]
 
 
 def open_reference(path: Path, image_hw: Size | None) -> Run:
     """Opens a file on the CPU without graph optimizations: the reference for a file."""
-    from vit_fast.export.runtime.runner import OnnxRunner, outputs_of
+    from vit_fast.export.runtime.runner import OnnxRunner
 
-    runner = OnnxRunner(path, "cpu", image_hw=image_hw, optimize=False)
-    return lambda images: torch.as_tensor(outputs_of(runner(images.cpu()))[0])
+    run = _main_output(OnnxRunner(path, "cpu", image_hw=image_hw, optimize=False))
+    return lambda images: torch.as_tensor(run(images.cpu()))
 
 
 def file_name(candidate: Candidate) -> str:
@@ -136,12 +150,12 @@ def open_file(candidate: Candidate, path: Path, images: Tensor, image_hw: Size |
         if not on_cpu:
             raise UnsupportedInputError(candidate.name, [f"images must be on the CPU, got {images.device}"])
         return _Openvino(path, threads, candidate.precision == "bf16", images.dtype == torch.bfloat16)
-    from vit_fast.export.runtime.runner import OnnxRunner, outputs_of
+    from vit_fast.export.runtime.runner import OnnxRunner
 
     where = f"tensorrt:{images.device.index or 0}" if candidate.engine == "tensorrt" else str(images.device)
     batch = candidate.split or len(images)
     runner = OnnxRunner(path, where, threads=threads, max_batch=batch, image_hw=image_hw, cuda_graph=candidate.graphs)
-    return runner if len(runner.info.outputs) == 1 else lambda images: outputs_of(runner(images))[0]
+    return runner if len(runner.info.outputs) == len(runner.info.inputs) == 1 else _main_output(runner)
 
 
 @functools.cache
@@ -163,6 +177,15 @@ class _Openvino:
     def __init__(self, path: Path, threads: int | None, bf16: bool, images_in_bf16: bool) -> None:
         import openvino
 
+        from vit_fast.export.runtime.metadata import images_and_others, inspect_onnx, read_signature
+
+        info = inspect_onnx(path)
+        is_named = info.metadata.get("inputs") is not None
+        self._index = read_signature(info, any_inputs=is_named).main
+        self._input: str | int = 0
+        self._others: Callable[[int], dict[str, Any]] = lambda count: {}
+        if is_named:
+            self._input, _, self._others = images_and_others(info)
         core, bf16 = _core(), bf16 or images_in_bf16
         if bf16 and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
             raise UnsupportedInputError("openvino", ["this CPU has no bf16 matmuls: use fp32"])
@@ -170,7 +193,7 @@ class _Openvino:
         self._tensor: Any = None
         if images_in_bf16:
             processor = openvino.preprocess.PrePostProcessor(model)
-            processor.input().tensor().set_element_type(openvino.Type.bf16)
+            processor.input(self._input).tensor().set_element_type(openvino.Type.bf16)
             model = processor.build()
             self._tensor = functools.partial(openvino.Tensor, type=openvino.Type.bf16)
         options = {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32", "INFERENCE_NUM_THREADS": threads}
@@ -184,4 +207,5 @@ class _Openvino:
             array = np.ascontiguousarray(images.to(torch.bfloat16).view(torch.int16).numpy())
             given = self._tensor(array, shape=array.shape)
         with self._lock:
-            return torch.from_numpy(self._request.infer({0: given}, share_inputs=True)[0])
+            found = self._request.infer({self._input: given} | self._others(len(images)), share_inputs=True)
+            return torch.from_numpy(found[self._index])
