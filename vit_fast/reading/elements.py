@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 from ..blocks.parts import NO_NORM, NormParts, Slot, matrix, tensor_at
 from ..ops import reference
+from .arguments import computed, derived
 from .capture import Graph, UnreadableError, operator_of
-from .constants import computed, derived
 
 TOLERANCE = 1e-5  # relative; modules that compute norms or softmax in fp32 differ by 1e-7
 

@@ -26,8 +26,8 @@ from ..blocks.parts import (
 )
 from ..ops import reference
 from ..ops.attention import attention_among
+from .arguments import derived
 from .capture import Graph, UnreadableError, operator_of
-from .constants import derived
 from .elements import TOLERANCE, Linear, Vectors, among_sequences, cores_of, is_equal, linears_of, rows, same_tokens
 from .terms import factor_of, ropes_of, rotated_by, terms_of
 

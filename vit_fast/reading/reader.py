@@ -260,8 +260,8 @@ def _is_candidate(module: nn.Module, found: Found, records: dict[nn.Module, Reco
     sizes = [each.dim() for each in module.parameters() if is_matrix(each)]
     cores = found.cores[module]
     if not cores and any(size > 2 for size in sizes):  # are these convolutions an MLP?
-        kernels = (each for each in module.parameters() if each.dim() > 3 and not is_matrix(each))
-        if any(True for _ in kernels) or not any(found.mlps[part] for part in module.modules()):
+        mixes = any(each.dim() > 3 and not is_matrix(each) for each in module.parameters())  # positions
+        if mixes or not any(found.mlps[part] for part in module.modules()):
             return False
     if sum(found.own[part] > 0 for part in module.modules()) > 1:  # a module per head, or several attention layers
         inside = [part for part in module.modules() if part is not module and found.cores[part]]

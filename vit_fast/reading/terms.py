@@ -17,9 +17,8 @@ from ..blocks.parts import RopeParts, Slot, TermParts, Windows, tensor_at
 from ..ops import reference
 from ..ops.descriptions import Rope, checked_rope
 from ..positions import pairs
-from .arguments import arguments_of
+from .arguments import FIXES_SIZES, arguments_of, computed, derived
 from .capture import LAYOUTS, Graph, UnreadableError, operator_of
-from .constants import FIXES_SIZES, computed, derived
 from .elements import MATMULS, TOLERANCE, Core, same_tokens
 
 INFINITY = float("inf")
