@@ -119,12 +119,13 @@ class Pairs(nn.Module):
 
 
 def test_an_onnx_file_with_several_inputs(folder: Path) -> None:
-    """Other inputs are random, also for volumes; the output of all images of a batch is not compared."""
-    for shape in ((3, 8, 8), (1, 4, 8, 8)):
-        example = (torch.randn(2, *shape), torch.rand(2), torch.tensor([[1], [0]]), torch.tensor(2.0))
-        vit_fast.export.export_onnx(Pairs(), folder / "mine.onnx", example=example)
-        (model,) = resolve("mine.onnx")(None)
-        assert model.shape == shape and (model.data is None) == (len(shape) == 4)
+    """Other inputs are random; the output of all images of a batch is not compared. Also runs volumes alone."""
+    inputs = (torch.randn(2, 3, 8, 8), torch.rand(2), torch.tensor([[1], [0]]), torch.tensor(2.0))
+    volumes, flat = torch.randn(2, 1, 4, 8, 8), nn.Sequential(nn.Conv3d(1, 2, 4), nn.Flatten())
+    for model, example, shape in ((Pairs(), inputs, (3, 8, 8)), (flat, volumes, (1, 4, 8, 8))):
+        vit_fast.export.export_onnx(model, folder / "mine.onnx", example=example)
+        (found,) = resolve("mine.onnx")(None)
+        assert found.shape == shape and (found.data is None) == (len(shape) == 4)
         for row in measured("mine.onnx", "onnxruntime", "openvino", batch_sizes=(9,)):
             assert row["batch"] == 9 and row["agreement"] == 1
 

@@ -155,7 +155,7 @@ def open_file(candidate: Candidate, path: Path, images: Tensor, image_hw: Size |
     where = f"tensorrt:{images.device.index or 0}" if candidate.engine == "tensorrt" else str(images.device)
     batch = candidate.split or len(images)
     runner = OnnxRunner(path, where, threads=threads, max_batch=batch, image_hw=image_hw, cuda_graph=candidate.graphs)
-    return runner if len(runner.info.outputs) == len(runner.info.inputs) == 1 else _main_output(runner)
+    return _main_output(runner)
 
 
 @functools.cache
