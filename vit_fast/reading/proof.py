@@ -115,16 +115,15 @@ def prove(copied: nn.Module, call: Probe, reading: Reading, shape: tuple[int, ..
         floats = [each.requires_grad_() for i, each in enumerate(others) if i in biases and each.is_floating_point()]
         y = run(given.clone(), *others)  # no leaf, like the tokens of most blocks
         weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=y.dtype)
-        gradients = torch.autograd.grad((y * weight).sum(), [given, *floats, *parameters], allow_unused=True)
+        sources = [given, *floats, *parameters] if magnitude <= 1e3 else []  # otherwise only rounding errors, or NaN
+        gradients = torch.autograd.grad((y * weight).sum(), sources, allow_unused=True) if sources else ()
         results.append([y.detach() - reading.base(x), *gradients])
     names = ["outputs", "gradients of its tokens", *["gradients of its mask"] * len(floats)]
     names += [f"gradients of {name}" for name, _ in copied.named_parameters()]
     # gradients that are zero up to rounding, e.g. of the bias of keys, or of keys of a saturated softmax
-    zero = 1e-8 + 1e-12 * magnitude * max(
-        float(each.norm().nan_to_num(posinf=0.0)) for each in results[0][1:] if each is not None
-    )
-    # then gradients are NaN, for example because of a mask that hides all keys, or only rounding errors
-    if results[0][0].isnan().any() or magnitude > 1e3:
+    norms = (float(each.norm().nan_to_num(posinf=0.0)) for each in results[0][1:] if each is not None)
+    zero = 1e-8 + 1e-12 * magnitude * max(norms, default=0.0)
+    if results[0][0].isnan().any():  # then so are gradients, for example because of a mask that hides all keys
         names = names[:1]
     for name, a, b in zip(names, *results):
         if (a is None) is not (b is None) or (a is not None and not _is_same(b, a, 10 * LIMITS[torch.float64], zero)):
