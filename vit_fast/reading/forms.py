@@ -170,7 +170,7 @@ class ReadModule(FusedNormMlp):
             return False
         if others and not any(fits(ties, shape, others) for ties in recipe.ties):
             return False
-        if recipe.batches and shape[0] not in recipe.batches:
+        if recipe.batches and (not isinstance(shape[0], int) or shape[0] not in recipe.batches):  # symbolic: any
             return False
         for size, wanted in zip(shape, recipe.shape):
             if wanted is not None and size != wanted:
