@@ -21,7 +21,6 @@ Functions run without plans in Triton's interpreter, and while launch hooks or d
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Launch, Ready, ceil_div, is_interpreted, is_watched, listening
-from .plan_steps import At, Base, LaunchPlan, PlannedLaunch, Step, TorchCall, UnplannableError, View
+from .plan_steps import At, LaunchPlan, PlannedLaunch, Step, TorchCall, UnplannableError, View, moved
 
 MAX_PLANS = 2048
 MAX_SEEN = 16384
@@ -204,9 +203,7 @@ class _Recorder(TorchDispatchMode):
             return tuple(map(self._planned_value, value))
         if not isinstance(value, TensorDescriptor):
             return value
-        elsewhere = copy.copy(value)
-        elsewhere.base = Base(value.base.data_ptr(), self._at(value.base))
-        return elsewhere
+        return moved(value, value.base.data_ptr(), self._at(value.base))
 
     def _add(self, tensor: Tensor, kind: str) -> None:
         if tensor.device != self._device:

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,14 +55,11 @@ class View:
         return base.as_strided(self.shape, self.stride, start)
 
 
-class Base:
+def moved(descriptor: TensorDescriptor, address: int, at: At) -> TensorDescriptor:
     """Replaces the base tensor of a descriptor. Triton's launcher calls only the method `data_ptr` of the base."""
-
-    def __init__(self, address: int, at: At) -> None:
-        self._address, self.at = address, at
-
-    def data_ptr(self) -> int:
-        return self._address
+    elsewhere = copy.copy(descriptor)
+    elsewhere.base = SimpleNamespace(data_ptr=lambda: address, at=at)
+    return elsewhere
 
 
 class TensorMaps:
@@ -69,12 +67,11 @@ class TensorMaps:
 
     def __init__(self, descriptor: TensorDescriptor, metadata: Any) -> None:
         self.descriptor, self.metadata = descriptor, metadata
-        self.at: At = descriptor.base.at  # the base is a `Base`
+        self.at: At = descriptor.base.at  # `moved` made the descriptor
         self.cached: dict[int, Any] = {}
 
     def encode(self, address: int) -> Any:
-        descriptor = copy.copy(self.descriptor)
-        descriptor.base = Base(address, self.at)
+        descriptor = moved(self.descriptor, address, self.at)
         tensor_map = _call(nvidia.make_tensordesc_arg, descriptor, self.metadata, None)[0]
         if len(self.cached) >= MAX_MAPS:
             self.cached.clear()
@@ -86,7 +83,7 @@ class PlannedLaunch:
     """A kernel launch. `__call__` passes stream and addresses to the C function behind Triton's launcher.
 
     `values` are all arguments of the kernel in order, including constants. An `At` replaces each non-empty tensor, and
-    a `Base` the base of each descriptor. Raises any exception if Triton's launcher is not supported.
+    descriptors are `moved`. Raises any exception if Triton's launcher is not supported.
     """
 
     def __init__(self, ready: Ready, grid: tuple[int, int, int], values: Sequence[Any]) -> None:

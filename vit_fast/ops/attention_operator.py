@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedInputError
+from ..errors import raise_unsupported
 from .attention_bias import has_tables, rel_gradients, with_rel
 from .backends import kernel_reasons
 from .descriptions import DTYPES, E4M3, Keys, ScoreTerms
@@ -84,8 +84,7 @@ def attention_forward(
     out, view, lse = _new_output(qkv, None if out_factor is None else E4M3)
     if keys.cu_seqlens is not None and not q.shape[2]:
         return out, lse
-    if reasons := unsupported_reasons(q, k, v, scale):
-        raise UnsupportedInputError("attention with backend='triton'", reasons)
+    raise_unsupported("attention with backend='triton'", unsupported_reasons(q, k, v, scale))
     from ..kernels.attention import attention
 
     attention.attention_forward(_call(qkv, lse, keys, scale, terms), view, out_factor)

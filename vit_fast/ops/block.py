@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedInputError
+from ..errors import UnsupportedInputError, raise_unsupported
 from ..kernels.row_parts import row_parts
 from . import block_backward
 from .attention_bias import checked_terms
@@ -270,8 +270,7 @@ def _require_supported(t: BlockTensors, x: Tensor, dtype: torch.dtype) -> None:
             whose = "of x" if dtype == x.dtype else "of autocast"
             half = f" or {dtype} (the dtype {whose})" if dtype.itemsize == 2 else ""
             reasons.append(f"{name} must be torch.float32{half}, got {tensor.dtype}")
-    if reasons:
-        raise UnsupportedInputError(f"{what} with backend='triton'", reasons)
+    raise_unsupported(f"{what} with backend='triton'", reasons)
 
 
 def _folded(t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedInputError
+from ..errors import raise_unsupported
 from . import reference
 from .backends import fp8_reasons
 from .block_backward import RESIDUAL, normed_linears, residual_linears
@@ -91,8 +91,7 @@ def _check_fp8(tensors: BlockTensors, scales: BlockScales, dtype: torch.dtype) -
                 f"the input width of {name} must be a multiple of {_DIVISOR} in FP8, got {width} "
                 f"(to run {name} in half precision, pass its module name in vit_fast.fuse(..., keep=[...]))"
             )
-    if reasons:
-        raise UnsupportedInputError("a block in FP8", reasons)
+    raise_unsupported("a block in FP8", reasons)
 
 
 def _rounded(linear: NormedLinear, scale: Tensor) -> dict[str, Any]:

@@ -97,15 +97,14 @@ def operator(
         f"{name}_backward", behind, settings, run_backward, what=what, fake=fake_backward, flop=flop_backward
     )
 
-    def save(tensors: Tensors, s: Any, outputs: Tensors) -> tuple[Tensors, Any]:
-        found = gradient_names(tensors, s)
-        has_gradient = [name in found for name, each in zip(names, tensors) if each is not None]
-        return saved(tensors, outputs, s), (s, has_gradient)
+    def save(ctx: Any, tensors: Tensors, s: Any, outputs: Tensors) -> None:
+        found, ctx.settings = gradient_names(tensors, s), s
+        ctx.has_gradient = [name in found for name, each in zip(names, tensors) if each is not None]
+        ctx.save_for_backward(*saved(tensors, outputs, s))
 
-    def differentiate(grad_output: Tensor, kept: Tensors, rest: Any) -> list[Tensor | None]:
-        s, has_gradient = rest
-        gradients = iter(call_backward((grad_output, *kept), s))
-        return [next(gradients) if each else None for each in has_gradient]
+    def differentiate(ctx: Any, grad_output: Tensor) -> list[Tensor | None]:
+        gradients = iter(call_backward((grad_output, *ctx.saved_tensors), ctx.settings))
+        return [next(gradients) if each else None for each in ctx.has_gradient]
 
     return _register(
         name, len(names), settings, forward, what=what, fake=fake, flop=lambda shapes, s: flop(shapes, s)[0],
@@ -157,10 +156,7 @@ def _register(
                 return implementation(given, *rest)
             return registered.redispatch(keys & torch._C._after_autograd_keyset, given, *rest)
 
-    def save_of(flat: Sequence[Any], outputs: Tensors) -> Any:
-        return None if save is None else save(*restored(*nested(flat)), outputs)
-
-    differentiable = _differentiable(lambda keys, flat: dispatch(keys, *nested(flat)), save_of, what, backward)
+    differentiable = _differentiable(dispatch, nested, restored, what, save, backward)
     _LIBRARY.impl(name, dispatch, "Autograd", with_keyset=True)
 
     def call(tensors: Tensors, s: Any) -> Any:
@@ -183,23 +179,20 @@ def _register(
 
 
 def _differentiable(
-    dispatch: Callable[..., Any], save: Callable[..., Any], what: str, backward: Callable[..., Any] | None
-) -> Any:
-    """Returns the autograd function of an operator. Without `backward`, differentiating it raises an error.
-
-    `save` maps flat arguments and outputs to tensors and other values that `backward` needs.
-    """
+    dispatch: Callable[..., Any], nested: Callable[..., Any], restored: Callable[..., Any], what: str,
+    save: Callable[..., Any] | None, backward: Callable[..., Any] | None,
+) -> Any:  # fmt: skip
+    """Returns the autograd function of an operator. Without `backward`, differentiating it raises an error."""
 
     class Differentiable(torch.autograd.Function):  # without setup_context, which would take 20 us per call
         @staticmethod
         def forward(ctx: Any, keys: Any, *flat: Any) -> Any:
-            outputs = tuple(dispatch(keys, flat))  # gradients are disabled here
+            outputs = tuple(dispatch(keys, *nested(flat)))  # gradients are disabled here
             ctx.count = len(flat)
-            if backward is not None:
+            if save is not None:
                 ctx.set_materialize_grads(False)
                 ctx.mark_non_differentiable(*outputs[1:])
-                kept, ctx.rest = save(flat, outputs)
-                ctx.save_for_backward(*kept)
+                save(ctx, *restored(*nested(flat)), outputs)
             return outputs
 
         @staticmethod
@@ -212,7 +205,7 @@ def _differentiable(
             if torch.is_grad_enabled() and not grad_output.requires_grad:
                 # otherwise autograd may not record the backward operator: second derivatives would silently be 0
                 grad_output = grad_output.detach().requires_grad_()
-            gradients = backward(grad_output, ctx.saved_tensors, ctx.rest)
+            gradients = backward(ctx, grad_output)
             return (None, *gradients, *(None,) * (ctx.count - len(gradients)))
 
     return Differentiable

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedInputError
+from ..errors import raise_unsupported
 from . import reference
 from .backends import resolve_backend, triton_unavailable_reasons
 from .descriptions import DTYPES, MAX_TOKENS, QkNorm, Rope, check_qk_norm, check_tensors, checked_rope
@@ -100,8 +100,7 @@ def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) 
             reasons.append(f"{name} must be on the input's device {like.device}, got {tensor.device}")
         if name.startswith("rope") and tensor.requires_grad and torch.is_grad_enabled():
             reasons.append(f"{name} must not require a gradient: call .detach()")
-    if reasons:
-        raise UnsupportedInputError(f"{_WHAT} with backend='triton'", reasons)
+    raise_unsupported(f"{_WHAT} with backend='triton'", reasons)
     return tensors, settings
 
 
@@ -111,8 +110,7 @@ def _readable(what: str, head_dim: int, tensors: QkTensors, reasons: Sequence[st
     for name, tensor in zip(_ARGUMENTS, tensors):
         if tensor is not None and tensor.dtype not in DTYPES:
             reasons.append(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
-    if reasons:
-        raise UnsupportedInputError(f"{what} with backend='triton'", reasons)
+    raise_unsupported(f"{what} with backend='triton'", reasons)
     from ..kernels.rotary import can_be_read
 
     *vectors, cos, sin = tensors

@@ -22,7 +22,7 @@ from ..blocks.fused import FusedNormMlp, device_of, dtype_of
 from ..blocks.fusion_report import ModuleReport
 from ..blocks.parts import BlockParts, LinearParts, block_tensors, origins
 from ..blocks.token_facts import NOTHING, TokenFacts
-from ..errors import UnsupportedInputError, check_choice, type_name
+from ..errors import UnsupportedInputError, check_choice, raise_unsupported, type_name
 from ..ops import reference
 from ..ops.backends import fp8_reasons
 from ..ops.descriptions import NO_TERMS, BlockScales, BlockTensors, QkNorm, Rope, checked_rope
@@ -224,8 +224,7 @@ def check_request(model: nn.Module, backend: str, precision: str | None) -> None
     if not any(isinstance(module, Fp8Scales) for module in model.modules()):
         how = "call vit_fast.calibrate(model, images), or load weights that contain FP8 scales"
         reasons.append(f"the model must be calibrated: {how}")
-    if reasons:
-        raise UnsupportedInputError(WHAT, reasons)
+    raise_unsupported(WHAT, reasons)
 
 
 @dataclass(frozen=True)
@@ -243,8 +242,7 @@ def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_
     found = {block.name: scales_of(model.get_submodule(block.name)) for block in blocks}
     scales = {name: own for name, own in found.items() if own is not None}
     advice = "must be calibrated: call vit_fast.calibrate(model, images)"
-    if reasons := [f"{name} {advice}" for name in found if name not in scales]:
-        raise UnsupportedInputError(WHAT, reasons)
+    raise_unsupported(WHAT, [f"{name} {advice}" for name in found if name not in scales])
     if not blocks:
         raise UnsupportedInputError(WHAT, [f"{name}: {why}" for name, why in skipped.items()])
     if keep is None and min_agreement is None:
