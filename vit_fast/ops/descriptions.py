@@ -151,7 +151,7 @@ class BlockScales(NamedTuple):
 def interleave(rope: Rope, head_dim: int) -> Rope:
     """Converts rope of layout "half" to "interleaved_half", because `fold` moved channel j + D/2 next to channel j.
 
-    See `QkvSettings` in `kernels/rotary.py` for "interleaved_half".
+    See `QkSettings` in `rotary.py` for "interleaved_half".
     """
     cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
     return Rope(cos, sin, rope.prefix, "interleaved_half")

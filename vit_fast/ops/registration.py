@@ -19,6 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar, get_type_hints
 
 import torch
@@ -44,17 +45,17 @@ def constant_to_compiler(function: Function) -> Function:
 
 
 Tensors = Sequence[Any]  # with None for absent tensors; in FLOP formulas, shapes replace the tensors
+_Function = Callable[[Tensors, Any], Sequence[Tensor]]
 _NUMBERS = {int: "SymInt", float: "float"}
 
 
 def operator(
-    name: str, names: Sequence[str], settings: type[Any], forward: Callable[[Tensors, Any], Sequence[Tensor]],
-    backward: Callable[[Tensor, Tensors, Tensors, Any], dict[str, Any]], *, what: str,
-    fake: Callable[[Tensors, Any], Sequence[Tensor]], flop: Callable[[Tensors, Any], tuple[int, int]],
+    name: str, names: Sequence[str], settings: type[Any], forward: _Function, backward: Callable[..., dict[str, Any]],
+    *, what: str, fake: _Function, flop: Callable[[Tensors, Any], tuple[int, int]],
     with_gradient: Callable[[Any], Collection[str]],
     saved: Callable[[Tensors, Tensors, Any], Tensors] = lambda tensors, outputs, s: (*tensors, *outputs),
     unsaved_dtype: torch.dtype | None = None, cached: int | None = None,
-) -> Callable[[Tensors, Any], Sequence[Tensor]]:  # fmt: skip
+) -> _Function:  # fmt: skip
     """Registers vit_fast::name and vit_fast::name_backward for every device; returns a function that calls the first.
 
     The returned function, and the functions below, take tensors and settings `s`. They must not change arguments, and
@@ -113,11 +114,11 @@ def operator(
 
 
 def _register(
-    name: str, count: int, settings: type[Any], function: Callable[[Tensors, Any], Sequence[Tensor]], *, what: str,
-    fake: Callable[[Tensors, Any], Sequence[Tensor]], flop: Callable[[Tensors, Any], int],
-    save: Callable[..., Any] | None = None, backward: Callable[..., Any] | None = None, cached: int | None = None,
-) -> Callable[[Tensors, Any], Sequence[Tensor]]:  # fmt: skip
-    """Registers an operator with at least `count` tensors. See `_differentiable` for `save` and `backward`."""
+    name: str, count: int, settings: type[Any], function: _Function, *, what: str, fake: _Function,
+    flop: Callable[[Tensors, Any], int], save: Callable[..., Any] | None = None,
+    backward: Callable[..., Any] | None = None, cached: int | None = None,
+) -> _Function:  # fmt: skip
+    """Registers an operator with at least `count` tensors. Without `backward`, differentiating it raises an error."""
     numbers = [f"{_NUMBERS[kind]} {field}, " for field, kind in get_type_hints(settings).items() if kind in _NUMBERS]
     schema = f"{name}(Tensor[] tensors, {''.join(numbers)}str words) -> Tensor[]"
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -149,14 +150,14 @@ def _register(
 
     def dispatch(keys: Any, given: Tensors, *rest: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*given):
-            return differentiable.apply(keys, *given, *rest)
+            return _Differentiable.apply(op, keys, *given, *rest)  # type: ignore[no-untyped-call]  # of torch
         with torch._C._AutoDispatchBelowAutograd():
             # skip the dispatcher, which would convert all arguments again before it calls `implementation`
             if (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in _DEVICES:
                 return implementation(given, *rest)
             return registered.redispatch(keys & torch._C._after_autograd_keyset, given, *rest)
 
-    differentiable = _differentiable(dispatch, nested, restored, what, save, backward)
+    op = SimpleNamespace(what=what, nested=nested, restored=restored, dispatch=dispatch, save=save, backward=backward)
     _LIBRARY.impl(name, dispatch, "Autograd", with_keyset=True)
 
     def call(tensors: Tensors, s: Any) -> Any:
@@ -178,37 +179,32 @@ def _register(
     return call
 
 
-def _differentiable(
-    dispatch: Callable[..., Any], nested: Callable[..., Any], restored: Callable[..., Any], what: str,
-    save: Callable[..., Any] | None, backward: Callable[..., Any] | None,
-) -> Any:  # fmt: skip
-    """Returns the autograd function of an operator. Without `backward`, differentiating it raises an error."""
+class _Differentiable(torch.autograd.Function):  # without setup_context, which would take 20 us per call
+    """Calls an operator; `op` contains functions of `_register`."""
 
-    class Differentiable(torch.autograd.Function):  # without setup_context, which would take 20 us per call
-        @staticmethod
-        def forward(ctx: Any, keys: Any, *flat: Any) -> Any:
-            outputs = tuple(dispatch(keys, *nested(flat)))  # gradients are disabled here
-            ctx.count = len(flat)
-            if save is not None:
-                ctx.set_materialize_grads(False)
-                ctx.mark_non_differentiable(*outputs[1:])
-                save(ctx, *restored(*nested(flat)), outputs)
-            return outputs
+    @staticmethod
+    def forward(ctx: Any, op: Any, keys: Any, *flat: Any) -> Any:
+        args = op.nested(flat)
+        outputs = tuple(op.dispatch(keys, *args))  # gradients are disabled here
+        ctx.op, ctx.count = op, len(flat)
+        if op.save is not None:
+            ctx.set_materialize_grads(False)
+            ctx.mark_non_differentiable(*outputs[1:])
+            op.save(ctx, *op.restored(*args), outputs)
+        return outputs
 
-        @staticmethod
-        def backward(ctx: Any, grad_output: Tensor | None, *others: Any) -> Any:
-            if backward is None:
-                reason = "the backward kernels are not differentiable: use backend='eager'"
-                raise UnsupportedInputError(f"the second derivative of {what} with backend='triton'", [reason])
-            if grad_output is None:
-                return (None,) * (1 + ctx.count)
-            if torch.is_grad_enabled() and not grad_output.requires_grad:
-                # otherwise autograd may not record the backward operator: second derivatives would silently be 0
-                grad_output = grad_output.detach().requires_grad_()
-            gradients = backward(ctx, grad_output)
-            return (None, *gradients, *(None,) * (ctx.count - len(gradients)))
-
-    return Differentiable
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, *others: Any) -> Any:
+        if ctx.op.backward is None:
+            reason = "the backward kernels are not differentiable: use backend='eager'"
+            raise UnsupportedInputError(f"the second derivative of {ctx.op.what} with backend='triton'", [reason])
+        if grad_output is None:
+            return (None,) * (2 + ctx.count)
+        if torch.is_grad_enabled() and not grad_output.requires_grad:
+            # otherwise autograd may not record the backward operator: second derivatives would silently be 0
+            grad_output = grad_output.detach().requires_grad_()
+        gradients = ctx.op.backward(ctx, grad_output)
+        return (None, None, *gradients, *(None,) * (ctx.count - len(gradients)))
 
 
 _flop_formulas: list[tuple[Any, Callable[..., int]]] = []  # not yet registered with torch
