@@ -166,10 +166,11 @@ class _Settings(NamedTuple):
 def run_attention(qkv: Sequence[Tensor], keys: Keys | None, scale: float, terms: ScoreTerms | None = None) -> Tensor:
     """Calls the operator; for the arguments and the result, see `attention_forward`."""
     bias_grad = terms is not None and terms.bias is not None and terms.bias.requires_grad
-    tensors: Sequence[Tensor | None] = qkv if len(qkv) == 3 else (qkv[0], None, None)
+    tensors: Sequence[Tensor | None] = qkv
+    present: tuple[int, ...] | None = (0, 1, 2)[: len(qkv)]
     if keys is not None or terms is not None:
-        tensors = (*tensors, *inputs_of(keys, terms))
-    return _kernel(tensors, _Settings(0 if keys is None else keys.max_seqlen, scale, bias_grad))[0]
+        tensors, present = (*qkv, *(None,) * (3 - len(qkv)), *inputs_of(keys, terms)), None
+    return _kernel(tensors, (0 if keys is None else keys.max_seqlen, scale), (bias_grad,), present)[0]
 
 
 def _read(tensors: Sequence[Any], s: _Settings) -> tuple[Any, ...]:

@@ -119,11 +119,8 @@ def fused_block(
         raise UnsupportedInputError("a block of folded weights with gradients enabled", [reason])
     inner, inner_eps = inner_norm or ("none", 0.0)
     scale = 1.0 if attention_scale is None else attention_scale
-    settings = BlockSettings(
-        heads, scale, qk.prefix, max_seqlen, *eps, qk.eps, inner_eps, norm, activation, qk.norm, qk.over, qk.layout,
-        inner, residual, emit_statistics, saves, dtype,
-    )  # fmt: skip
-    outputs = _kernel(given, settings)
+    words = norm, activation, qk.norm, qk.over, qk.layout, inner, residual, emit_statistics, saves, dtype
+    outputs = _kernel(given, (heads, scale, qk.prefix, max_seqlen, *eps, qk.eps, inner_eps), words)
     y8 = None if next_factor is None else outputs[1 + emit_statistics]
     return outputs[0], outputs[1] if emit_statistics else None, y8
 

@@ -55,11 +55,14 @@ def operator(
     with_gradient: Callable[[Any], Collection[str]],
     saved: Callable[[Tensors, Tensors, Any], Tensors] = lambda tensors, outputs, s: (*tensors, *outputs),
     unsaved_dtype: torch.dtype | None = None, cached: int | None = None,
-) -> _Function:  # fmt: skip
+) -> Callable[..., Sequence[Tensor]]:  # fmt: skip
     """Registers vit_fast::name and vit_fast::name_backward for every device; returns a function that calls the first.
 
-    The returned function, and the functions below, take tensors and settings `s`. They must not change arguments, and
-    no output may share memory with a tensor. Only the first output of vit_fast::name is differentiable.
+    The returned function takes tensors, the numbers in the settings, and all other settings. If it also takes the
+    places of the tensors in `names`, no tensor may be None, and all must be on the same device.
+
+    The functions below take tensors and settings `s`. They must not change arguments, and no output may share memory
+    with a tensor. Only the first output of vit_fast::name is differentiable.
 
     Args:
         names: Names of the tensors. The first tensor is always present.
@@ -70,7 +73,8 @@ def operator(
         fake: (tensors, s) -> empty outputs with the shapes, strides and dtypes of the real outputs.
         flop: (shapes, s) -> FLOPs of forward and backward.
         with_gradient: s -> names of the tensors that have a gradient if they are present.
-        saved: (tensors, outputs, s) -> tensors, of which the first may be None, followed by outputs.
+        saved: (tensors, outputs, s) -> tensors, with None for those that the backward does not need, and the last
+            outputs. Must depend only on `s`, on which tensors are present, and on the dtype of the first one.
         unsaved_dtype: Dtype of the first tensor if it is not saved; None means the dtype of grad_output.
         cached: Position, among the present tensors, of one that may be a cached weight. Every call, also in a compiled
             graph, looks up its address in `CACHED`. If the cached weights are outdated, the call updates them.
@@ -94,31 +98,27 @@ def operator(
     def flop_backward(shapes: Tensors, s: Any) -> int:
         return flop([shapes[0] if shapes[1] is None else shapes[1], *shapes[2:behind]], s)[1]
 
-    call_backward = _register(
-        f"{name}_backward", behind, settings, run_backward, what=what, fake=fake_backward, flop=flop_backward
-    )
+    _, backward_op = _register(f"{name}_backward", behind, settings, run_backward, what, fake_backward, flop_backward)
 
-    def save(ctx: Any, tensors: Tensors, s: Any, outputs: Tensors) -> None:
-        found, ctx.settings = gradient_names(tensors, s), s
-        ctx.has_gradient = [name in found for name, each in zip(names, tensors) if each is not None]
-        ctx.save_for_backward(*saved(tensors, outputs, s))
+    def layout(tensors: Tensors, outputs: Tensors, s: Any) -> tuple[list[int], int, list[bool], str]:
+        """Returns which present tensors and how many outputs to save, has_gradient, and the words of the backward."""
+        kept, found = saved(tensors, outputs, s), gradient_names(tensors, s)
+        present = [number for number, tensor in enumerate(tensors) if tensor is not None]
+        numbers = [place for place, number in enumerate(present) if kept[number] is not None]
+        places = (0, *(present[number] + 1 for number in numbers), *range(behind, len(kept) + 1))
+        words = text_of(*backward_op.words(s), places)
+        return numbers, len(kept) - len(names), [names[number] in found for number in present], words
 
-    def differentiate(ctx: Any, grad_output: Tensor) -> list[Tensor | None]:
-        gradients = iter(call_backward((grad_output, *ctx.saved_tensors), ctx.settings))
-        return [next(gradients) if each else None for each in ctx.has_gradient]
-
-    return _register(
-        name, len(names), settings, forward, what=what, fake=fake, flop=lambda shapes, s: flop(shapes, s)[0],
-        save=save, backward=differentiate, cached=cached,
-    )  # fmt: skip
+    call, op = _register(name, len(names), settings, forward, what, fake, lambda shapes, s: flop(shapes, s)[0], cached)
+    op.layout, op.call_backward = layout, backward_op.invoke
+    return call
 
 
 def _register(
-    name: str, count: int, settings: type[Any], function: _Function, *, what: str, fake: _Function,
-    flop: Callable[[Tensors, Any], int], save: Callable[..., Any] | None = None,
-    backward: Callable[..., Any] | None = None, cached: int | None = None,
-) -> _Function:  # fmt: skip
-    """Registers an operator with at least `count` tensors. Without `backward`, differentiating it raises an error."""
+    name: str, count: int, settings: type[Any], function: _Function, what: str, fake: _Function,
+    flop: Callable[[Tensors, Any], int], cached: int | None = None,
+) -> tuple[Callable[..., Sequence[Tensor]], Any]:  # fmt: skip
+    """Registers an operator with at least `count` tensors. Returns a function that calls it, and its functions."""
     numbers = [f"{_NUMBERS[kind]} {field}, " for field, kind in get_type_hints(settings).items() if kind in _NUMBERS]
     schema = f"{name}(Tensor[] tensors, {''.join(numbers)}str words) -> Tensor[]"
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -157,26 +157,34 @@ def _register(
                 return implementation(given, *rest)
             return registered.redispatch(keys & torch._C._after_autograd_keyset, given, *rest)
 
-    op = SimpleNamespace(what=what, nested=nested, restored=restored, dispatch=dispatch, save=save, backward=backward)
     _LIBRARY.impl(name, dispatch, "Autograd", with_keyset=True)
 
-    def call(tensors: Tensors, s: Any) -> Any:
+    def invoke(*args: Any) -> Any:
         if in_transform():  # forward-mode AD would silently treat tangents as 0
             reason = "the call must be outside of torch.func transforms and forward-mode AD: use backend='eager'"
             raise UnsupportedInputError(f"{what} with backend='triton'", [reason])
-        given: list[Tensor] = []
-        present: list[int] = []
-        device = tensors[0].device
-        for number, tensor in enumerate(tensors):  # faster than a comprehension
-            if tensor is None:
-                continue
-            if tensor.device != device:
-                function(tensors, s)  # raises an error before torch dispatches to one of the devices
-            given.append(tensor)
-            present.append(number)
-        return registered(given, *s[:first_word], text_of(*s[first_word:], tuple(present)))
+        return registered(*args)
 
-    return call
+    def call(tensors: Tensors, numbers: Any, words: Any, present: tuple[int, ...] | None = None) -> Any:
+        if present is None:
+            given: list[Tensor] = []
+            places: list[int] = []
+            device = tensors[0].device
+            for place, tensor in enumerate(tensors):  # faster than a comprehension
+                if tensor is None:
+                    continue
+                if tensor.device != device:  # raise an error before torch dispatches to one of the devices
+                    function(tensors, settings(*numbers, *words))
+                given.append(tensor)
+                places.append(place)
+            tensors, present = given, tuple(places)
+        return invoke(tensors, *numbers, text_of(*words, present))
+
+    op = SimpleNamespace(
+        what=what, end=end, nested=nested, restored=restored, dispatch=dispatch, invoke=invoke, layout=None, layouts={},
+        words=lambda s: s[first_word:],
+    )  # fmt: skip
+    return call, op
 
 
 class _Differentiable(torch.autograd.Function):  # without setup_context, which would take 20 us per call
@@ -184,18 +192,24 @@ class _Differentiable(torch.autograd.Function):  # without setup_context, which 
 
     @staticmethod
     def forward(ctx: Any, op: Any, keys: Any, *flat: Any) -> Any:
-        args = op.nested(flat)
+        args, layouts = op.nested(flat), op.layouts
         outputs = tuple(op.dispatch(keys, *args))  # gradients are disabled here
         ctx.op, ctx.count = op, len(flat)
-        if op.save is not None:
+        if op.layout is not None:
             ctx.set_materialize_grads(False)
             ctx.mark_non_differentiable(*outputs[1:])
-            op.save(ctx, *op.restored(*args), outputs)
+            key = flat[-1], flat[0].dtype  # `layout` depends on nothing else
+            if key not in layouts:
+                tensors, s = op.restored(*args)
+                layouts[key] = op.layout(tensors, outputs, s)
+            numbers, last, ctx.has_gradient, words = layouts[key]
+            ctx.save_for_backward(*[flat[number] for number in numbers], *outputs[len(outputs) - last :])
+            ctx.settings = (*flat[op.end : -1], words)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, *others: Any) -> Any:
-        if ctx.op.backward is None:
+        if ctx.op.layout is None:
             reason = "the backward kernels are not differentiable: use backend='eager'"
             raise UnsupportedInputError(f"the second derivative of {ctx.op.what} with backend='triton'", [reason])
         if grad_output is None:
@@ -203,7 +217,8 @@ class _Differentiable(torch.autograd.Function):  # without setup_context, which 
         if torch.is_grad_enabled() and not grad_output.requires_grad:
             # otherwise autograd may not record the backward operator: second derivatives would silently be 0
             grad_output = grad_output.detach().requires_grad_()
-        gradients = ctx.op.backward(ctx, grad_output)
+        found = iter(ctx.op.call_backward([grad_output, *ctx.saved_tensors], *ctx.settings))
+        gradients = [next(found) if each else None for each in ctx.has_gradient]
         return (None, None, *gradients, *(None,) * (ctx.count - len(gradients)))
 
 

@@ -80,7 +80,7 @@ def qk_norm_rope(
         rope = checked_rope(rope, qkv.shape, by_pair=runs_kernel)
     if runs_kernel:
         tensors, settings = operator_arguments(qkv, qk_norm, rope)
-        return _kernel((qkv, *tensors), settings)[0]
+        return _kernel((qkv, *tensors), settings[:2], settings[2:])[0]
     return reference.qk_norm_rope(qkv, qk_norm, rope)
 
 
