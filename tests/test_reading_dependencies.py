@@ -112,6 +112,25 @@ def test_sizes_have_an_effect(name: str) -> None:
     torch.testing.assert_close(traced(x), torch.jit.trace(block, x, check_trace=False)(x))
 
 
+@pytest.mark.parametrize(
+    ("extra", "differs"),
+    [
+        (lambda x: 2 if torch.compiler.is_compiling() else 1, True),
+        (lambda x: 2 if torch.compiler.is_dynamo_compiling() else 1, True),
+        (lambda x: x.new_ones(()) if torch.compiler.is_compiling() else 1, False),
+    ],
+)
+def test_questions_for_the_compiler(extra: Any, differs: bool) -> None:
+    """A forward that computes something else while it is compiled runs then, and others do not."""
+    block, x = Asks(32, 4, extra).eval(), torch.randn(2, 20, 32)
+    model = nn.Sequential(copy.deepcopy(block))
+    vit_fast.fuse(model, "eager", example=x).require_all()
+    assert model[0].vit_fast_recipe.asks_if_compiled is differs
+    torch._dynamo.reset()
+    compiled, expected = (torch.compile(each, backend="eager", fullgraph=True)(x) for each in (model, block))
+    torch.testing.assert_close(compiled, expected)
+
+
 class Doubling(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

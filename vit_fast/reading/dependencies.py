@@ -45,8 +45,8 @@ _OF_TENSORS = {
 }  # fmt: skip
 
 
-def asks_if_traced(forward: Callable[[], Any]) -> bool:
-    """Runs a forward; returns True if it asks whether it is traced or compiled.
+def questions_of(forward: Callable[[], Any]) -> set[str]:
+    """Runs a forward; returns the functions by which it asks whether it is traced or compiled.
 
     Raises:
         UnreadableError: it draws random numbers, or asks for something that may change between calls.
@@ -67,7 +67,7 @@ def asks_if_traced(forward: Callable[[], Any]) -> bool:
         found.append("random numbers")
     if asked := next((each for each in found if not _TRACED.fullmatch(each)), None):
         raise UnreadableError(f"its forward uses {asked}, which may differ in other calls")
-    return bool(found)
+    return set(found)
 
 
 def _note(found: list[str], frame: FrameType, event: str, called: Any) -> None:

@@ -44,7 +44,8 @@ class Recipe:
     trains: bool  # True if training mode computes the same as evaluation mode, apart from dropout
     differentiates: bool  # True if the gradients are equal also for masks that hide all keys of a query
     batches: frozenset[int]  # the supported sizes of the first dimension; any if it is empty
-    asks_if_traced: bool  # True if the forward depends on whether it is traced or compiled
+    asks_if_traced: bool  # True if the forward may depend on whether it is traced
+    asks_if_compiled: bool  # the same for torch.compile
     # True if the module gets and returns one tensor [B, N, C]: nothing to convert, which takes microseconds
     is_plain: bool = field(init=False)
 
@@ -163,7 +164,9 @@ class ReadModule(FusedNormMlp):
         recipe = self.vit_fast_recipe
         shape = x.shape
         if recipe.asks_if_traced and is_traced():
-            return False
+            compiles = torch.compiler.is_compiling() and not is_exporting()
+            if recipe.asks_if_compiled or not compiles:
+                return False
         if not torch.compiler.is_compiling() and not all(map(_is_plain, (x, *others))):
             return False
         if len(shape) != len(recipe.shape) or (x.dtype, *[each.dtype for each in others]) not in recipe.dtypes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -235,6 +235,22 @@ def is_same_in_training(copied: nn.Module, call: Probe, reading: Reading, x: Ten
             return False
         same = all(map(torch.equal, before, copied.buffers()))
         return same and _is_near(y, run_reading(reading, x, "eager", call.others(x)), LIMITS[torch.float64])
+
+
+def is_same_compiled(copied: nn.Module, call: Probe, x: Tensor, asked: Collection[str]) -> bool:
+    """Returns True if a forward that asked these functions computes the same while torch.compile traces it."""
+    if "is_dynamo_compiling" in asked or not hasattr(torch.compiler, "_is_compiling_flag"):  # the answer is a constant
+        return False
+    with torch.no_grad():
+        expected = call.run(copied, x)
+        torch.compiler._is_compiling_flag = True
+        try:
+            found = call.run(copied, x)
+        except Exception:
+            return False
+        finally:
+            torch.compiler._is_compiling_flag = False
+    return _is_near(found, expected, LIMITS[torch.float64])
 
 
 @contextmanager

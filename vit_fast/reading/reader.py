@@ -20,12 +20,13 @@ from ..version import memory_bytes
 from .arguments import BOUNDS, Probe, Ties, bound, margin, of_other_batch, ties_of
 from .calls import Call, state_of, structure_of
 from .capture import Graph, UnreadableError, capture, equal_batches, free_dimensions, random_copy, tokens_like
-from .dependencies import Count, asks_if_traced, attributes_of
+from .dependencies import Count, attributes_of, questions_of
 from .elements import is_matrix
 from .forms import Recipe, hidden_name
 from .matcher import LAYOUTS, Reading, read_graph
 from .proof import (
     check_complete,
+    is_same_compiled,
     is_same_in_training,
     masks_of,
     prove,
@@ -176,7 +177,7 @@ def _proved(
     copied: nn.Module, call: Probe, reading: Reading, probe: tuple[int, ...], shape: tuple[int, ...],
     allowed: tuple[int | None, ...], batches: Collection[int] = (),
 ) -> Recipe:  # fmt: skip
-    asks = asks_if_traced(lambda: call.run(copied, tokens_like(probe).requires_grad_() * 1))
+    asked = questions_of(lambda: call.run(copied, tokens_like(probe).requires_grad_() * 1))
     prove(copied, call, reading, probe)
     step = 1 if probe == shape else 3  # the example may have many tokens
     other = tuple(size + step * (fixed is None) for size, fixed in zip(probe, allowed))
@@ -215,7 +216,8 @@ def _proved(
         dtypes = proved_dtypes(copied, call, reading, probe)
     return Recipe(
         attention, mlp, reading.layout, reading.uses_sdpa, reading.kind, call.call, tuple(shape), allowed, tuple(every),
-        dtypes, trains, differentiates, frozenset(batches if allowed[0] is None else ()), asks,
+        dtypes, trains, differentiates, frozenset(batches if allowed[0] is None else ()), bool(asked),
+        bool(asked) and not is_same_compiled(copied, call, tokens, asked),
     )  # fmt: skip
 
 
