@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from spellings import Packed
+from spellings import Packed, runs_fused
 from torch import nn
 
 import vit_fast
@@ -60,7 +60,6 @@ UNKNOWN: dict[str, Any] = {
     "rounding": lambda x: 1 + (x / 1e12).round().sum().detach(),
     "saturation": lambda x: 1 + torch.sigmoid(x.mean() - 1e9),
     "power": lambda x: 1 + (x.square().mean() / 1e30) ** 4,
-    "environment": lambda x: 2 if os.environ.get("VIT_FAST_TEST") else 1,
     "clock": lambda x: 2 if time.time() < 0 else 1,
     "Python's random number": lambda x: 2 if random.random() < 1e-9 else 1,
     "NumPy's random number": lambda x: 2 if np.random.rand() < 1e-9 else 1,  # noqa: NPY002
@@ -110,6 +109,22 @@ def test_sizes_have_an_effect(name: str) -> None:
         torch.testing.assert_close(model(given), block(given))
     traced = torch.jit.trace(model, x, check_trace=False)
     torch.testing.assert_close(traced(x), torch.jit.trace(block, x, check_trace=False)(x))
+
+
+@pytest.mark.parametrize("read_variable", [os.environ.get, os.getenv, lambda name: name in os.environ])
+def test_other_variables_of_the_environment_run_the_original(
+    read_variable: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, x = Asks(32, 4, lambda x: 2 if read_variable("VIT_FAST_TEST") else 1).eval(), torch.randn(2, 20, 32)
+    model = nn.Sequential(copy.deepcopy(block))
+    vit_fast.fuse(model, "eager", example=x).require_all()
+    for value in (None, "1", None):
+        if value is not None:
+            monkeypatch.setenv("VIT_FAST_TEST", value)
+        else:
+            monkeypatch.delenv("VIT_FAST_TEST", raising=False)
+        assert runs_fused(model, lambda: model(x)) is (value is None)
+        torch.testing.assert_close(model(x), block(x))
 
 
 @pytest.mark.parametrize(

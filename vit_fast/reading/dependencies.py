@@ -45,18 +45,19 @@ _OF_TENSORS = {
 }  # fmt: skip
 
 
-def questions_of(forward: Callable[[], Any]) -> set[str]:
-    """Runs a forward; returns the functions by which it asks whether it is traced or compiled.
+def questions_of(forward: Callable[[], Any]) -> tuple[set[str], dict[str, str | None]]:
+    """Runs a forward; returns the functions by which it asks whether it is traced, and the environment that it reads.
 
     Raises:
         UnreadableError: it draws random numbers, or asks for something that may change between calls.
     """
     found: list[str] = []
+    variables: dict[str, str | None] = {}
     draws = getattr(sys.modules.get("numpy"), "random", None)  # its functions are invisible to a profiler
     before = draws and str(draws.get_state())
 
     def run() -> None:
-        sys.setprofile(functools.partial(_note, found))
+        sys.setprofile(functools.partial(_note, found, variables))
         for enabled in (False, True):
             with torch.set_grad_enabled(enabled), _Tensors(found):
                 forward()
@@ -67,15 +68,19 @@ def questions_of(forward: Callable[[], Any]) -> set[str]:
         found.append("random numbers")
     if asked := next((each for each in found if not _TRACED.fullmatch(each)), None):
         raise UnreadableError(f"its forward uses {asked}, which may differ in other calls")
-    return set(found)
+    return set(found), variables
 
 
-def _note(found: list[str], frame: FrameType, event: str, called: Any) -> None:
+def _note(found: list[str], variables: dict[str, str | None], frame: FrameType, event: str, called: Any) -> None:
     """Notes the functions that code outside of torch and the standard library calls, if they are questions."""
     caller: FrameType | None = frame
     if event == "call":
         name, module, caller = frame.f_code.co_name, frame.f_globals.get("__name__", ""), frame.f_back
-        module = "os" if frame.f_locals.get("self") is os.environ else module
+        if frame.f_locals.get("self") is os.environ or frame.f_code is os.getenv.__code__:
+            if isinstance(key := frame.f_locals.get("key"), str):
+                variables[key] = dict(os.environ).get(key)
+                return
+            module = "os"
     elif event == "c_call" and not isinstance(owner := getattr(called, "__self__", None), Tensor | nn.Module):
         name, module = called.__name__, getattr(called, "__module__", None) or type(owner).__module__
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,6 +47,7 @@ class Recipe:
     batches: frozenset[int]  # the supported sizes of the first dimension; any if it is empty
     asks_if_traced: bool  # True if the forward may depend on whether it is traced
     asks_if_compiled: bool  # the same for torch.compile
+    variables: dict[str, str | None]  # of the environment that the forward reads
     # True if the module gets and returns one tensor [B, N, C]: nothing to convert, which takes microseconds
     is_plain: bool = field(init=False)
 
@@ -167,8 +169,11 @@ class ReadModule(FusedNormMlp):
             compiles = torch.compiler.is_compiling() and not is_exporting()
             if recipe.asks_if_compiled or not compiles:
                 return False
-        if not torch.compiler.is_compiling() and not all(map(_is_plain, (x, *others))):
-            return False
+        if not torch.compiler.is_compiling():
+            if not all(map(_is_plain, (x, *others))):
+                return False
+            if recipe.variables and any(os.environ.get(name) != each for name, each in recipe.variables.items()):
+                return False
         if len(shape) != len(recipe.shape) or (x.dtype, *[each.dtype for each in others]) not in recipe.dtypes:
             return False
         if others and not any(fits(ties, shape, others) for ties in recipe.ties):

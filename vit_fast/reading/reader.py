@@ -177,7 +177,7 @@ def _proved(
     copied: nn.Module, call: Probe, reading: Reading, probe: tuple[int, ...], shape: tuple[int, ...],
     allowed: tuple[int | None, ...], batches: Collection[int] = (),
 ) -> Recipe:  # fmt: skip
-    asked = questions_of(lambda: call.run(copied, tokens_like(probe).requires_grad_() * 1))
+    asked, variables = questions_of(lambda: call.run(copied, tokens_like(probe).requires_grad_() * 1))
     prove(copied, call, reading, probe)
     step = 1 if probe == shape else 3  # the example may have many tokens
     other = tuple(size + step * (fixed is None) for size, fixed in zip(probe, allowed))
@@ -217,7 +217,7 @@ def _proved(
     return Recipe(
         attention, mlp, reading.layout, reading.uses_sdpa, reading.kind, call.call, tuple(shape), allowed, tuple(every),
         dtypes, trains, differentiates, frozenset(batches if allowed[0] is None else ()), bool(asked),
-        bool(asked) and not is_same_compiled(copied, call, tokens, asked),
+        bool(asked) and not is_same_compiled(copied, call, tokens, asked), variables,
     )  # fmt: skip
 
 
