@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import cProfile
+import gc
 import itertools
 import os
 import random
@@ -109,6 +110,18 @@ def test_sizes_have_an_effect(name: str) -> None:
         torch.testing.assert_close(model(given), block(given))
     traced = torch.jit.trace(model, x, check_trace=False)
     torch.testing.assert_close(traced(x), torch.jit.trace(block, x, check_trace=False)(x))
+
+
+def test_functions_of_the_garbage_collector_are_no_questions() -> None:
+    """Other packages register some, e.g. hypothesis, which measures the time."""
+    block, often = Asks(32, 4, lambda x: 1), gc.get_threshold()
+    gc.callbacks.append(lambda *_: time.perf_counter())
+    gc.set_threshold(1)
+    try:
+        read(block, torch.empty(2, 10, 32))
+    finally:
+        gc.set_threshold(*often)
+        gc.callbacks.pop()
 
 
 @pytest.mark.parametrize("read_variable", [os.environ.get, os.getenv, lambda name: name in os.environ])

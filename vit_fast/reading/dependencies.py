@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import os
 import re
@@ -62,8 +63,14 @@ def questions_of(forward: Callable[[], Any]) -> tuple[set[str], dict[str, str | 
             with torch.set_grad_enabled(enabled), _Tensors(found):
                 forward()
 
-    with ThreadPoolExecutor(1) as thread:  # which has no other profiler, e.g. cProfile
-        thread.submit(run).result()
+    collects = gc.isenabled()
+    gc.disable()  # it may call functions of other packages, e.g. hypothesis, which ask for the time
+    try:
+        with ThreadPoolExecutor(1) as thread:  # which has no other profiler, e.g. cProfile
+            thread.submit(run).result()
+    finally:
+        if collects:
+            gc.enable()
     if draws and before != str(draws.get_state()):
         found.append("random numbers")
     if asked := next((each for each in found if not _TRACED.fullmatch(each)), None):
