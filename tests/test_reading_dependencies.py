@@ -112,6 +112,19 @@ def test_sizes_have_an_effect(name: str) -> None:
     torch.testing.assert_close(traced(x), torch.jit.trace(block, x, check_trace=False)(x))
 
 
+class ClampsScores(Asks):
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.mT * self.scale).clamp(min=torch.finfo(q.dtype).min)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("cls", [Asks, ClampsScores])
+@pytest.mark.parametrize("question", [torch.cuda.is_available, lambda: torch.profiler.record_function("attention")])
+def test_questions_without_effect_are_read(cls: Any, question: Any) -> None:
+    read(cls(32, 4, lambda x: (question(), 1)[1]), torch.empty(2, 10, 32))
+
+
 def test_functions_of_the_garbage_collector_are_no_questions() -> None:
     """Other packages register some, e.g. hypothesis, which measures the time."""
     block, often = Asks(32, 4, lambda x: 1), gc.get_threshold()

@@ -36,7 +36,7 @@ _OF_BUILTINS = ("open", "input", "print", "id")
 _TORCH = re.compile(r"_?(is|are|get|has)_|initial_seed|current_device|device_count")
 _OF_TORCH = ("torch.autograd", "torch.backends", "torch.cuda", "torch.distributed", "torch.random", "torch.accelerator")
 # `prove_in_contexts` tries both answers, or the answers are the same for all calls
-_PROVED = re.compile(r"is_grad_enabled|(is|get)_autocast\w*|is_(tensor|floating_point|complex|nested)")
+_PROVED = re.compile(r"is_grad_enabled|(is|get)_autocast\w*|is_(tensor|floating_point|complex|nested|available|built)")
 _TRACED = re.compile(r"_?is_(jit_|fx_)?(scripting|tracing|\w*compiling|\w*exporting)")
 # Of tensors: what differs between equal tensors of equal strides
 _OF_TENSORS = {
@@ -100,7 +100,10 @@ def _note(found: list[str], variables: dict[str, str | None], frame: FrameType, 
 def _is_question(name: str, module: str) -> bool:
     if module.partition(".")[0] == "torch":
         asks = _TORCH.match(name) is not None and _PROVED.fullmatch(name) is None
-        return (asks and module != "torch.nn.modules.module") or module.startswith(_OF_TORCH)
+        is_about = (
+            module.startswith(_OF_TORCH) and module != "torch.autograd.profiler" and _PROVED.fullmatch(name) is None
+        )
+        return (asks and module != "torch.nn.modules.module") or is_about
     return module in _OUTSIDE and (module != "builtins" or name in _OF_BUILTINS)
 
 

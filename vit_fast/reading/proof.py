@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from ..blocks.block import run_halves
 from ..blocks.parts import Argument, origins, slots_of, tensor_at
-from .arguments import Probe, arguments_of, bound
+from .arguments import LOWEST, Probe, arguments_of, bound
 from .capture import Graph, UnreadableError, operator_of, tokens_like
 from .dependencies import drop_slots
 from .matcher import Reading
@@ -90,7 +90,7 @@ def _check_operators(graph: Graph, activations: int) -> None:
             ]
             usual = name in _SMOOTH and (name != "pow" or [-3.0] <= numbers[:1] <= [3.0])
             if name in ("clamp", "clamp_min") and len(numbers) == 1 and node.kwargs.get("max") is None:
-                usual = 0 < numbers[0] <= 1e-3  # e.g. of a norm
+                usual = 0 < numbers[0] <= 1e-3 or numbers[0] <= LOWEST  # e.g. of a norm, or of scores
             activations -= name in _ACTIVATIONS
             usual = usual or (name in _ACTIVATIONS and activations >= 0)
             problem = "" if usual else f"applies {name} to its tokens, whose effect on other values is unknown"
