@@ -80,3 +80,13 @@ STATED = Clips(num_frames=3), Frames(num_frames=3), Patches(patch_size=4), Text(
 @pytest.mark.parametrize("model", [*STATED, Clips(image_size=None, crop_size=16, tubelet_size=2)])
 def test_a_stated_input_needs_no_example(model: nn.Module) -> None:
     assert len(vit_fast.fuse(model.eval(), "eager").require_all().fused) == 2
+
+
+class Builtin(nn.Module):
+    forward = torch.nn.functional.linear  # has no signature
+
+
+@pytest.mark.parametrize("part", [torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.GELU())), Builtin()], ids=str)
+def test_parts_without_a_signature_need_no_example(part: nn.Module) -> None:
+    model = nn.Sequential(part, Packed(32, 4))
+    assert not vit_fast.fuse(model).fused

@@ -224,7 +224,7 @@ def is_supported(module: nn.Module) -> bool:
 
 def _looks_like_attention(module: nn.Module) -> bool:
     """Returns True if the shapes of parameters look like those of q, k, v and an output projection."""
-    if type(module).forward is nn.Module.forward:  # e.g. a ModuleList
+    if getattr(type(module), "forward", None) in (None, nn.Module.forward):  # e.g. a ModuleList, or a scripted module
         return False
     shapes = [tuple(each.shape) for each in module.parameters() if each.dim() == 2]
     widths = {rows for rows, columns in shapes if rows == columns}

@@ -254,7 +254,7 @@ def examples_of(model: nn.Module) -> Iterator[Any]:
     channels = (_timm_size(model) or (stated,))[0]
     generator = torch.Generator().manual_seed(0)
     image = torch.randn(1, channels, *sizes, generator=generator, device="cpu").to(weight.device, weight.dtype)
-    names = inspect.signature(model.forward).parameters
+    names = _arguments_of(model)
     if "input_ids" in names and "pixel_values" in names:
         ids = torch.ones(1, TEXT_LENGTH, dtype=torch.long, device=weight.device)
         text = {"input_ids": ids, "bbox": ids[..., None].expand(-1, -1, 4)}
@@ -270,9 +270,17 @@ def examples_of(model: nn.Module) -> Iterator[Any]:
         yield _patches(image, patch)
 
 
+def _arguments_of(model: nn.Module) -> list[str]:
+    """Returns the names of the arguments of forward; none for a scripted module or a builtin function."""
+    try:
+        return list(inspect.signature(model.forward).parameters)
+    except (AttributeError, TypeError, ValueError):
+        return []
+
+
 def _packed_patches(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Yields patches [total, values], [total, ...] or [1, total, ...] of two images, and their sizes in patches."""
-    names = list(inspect.signature(model.forward).parameters)
+    names = _arguments_of(model)
     grid = next((name for name in names if name.endswith("grid_thw")), None)
     embeds = (each for each in model.modules() if isinstance(each, nn.Conv2d | nn.Conv3d | nn.Linear))
     weight = getattr(next(embeds, None), "weight", None)
