@@ -63,7 +63,7 @@ UNKNOWN: dict[str, Any] = {
     "power": lambda x: 1 + (x.square().mean() / 1e30) ** 4,
     "clock": lambda x: 2 if time.time() < 0 else 1,
     "Python's random number": lambda x: 2 if random.random() < 1e-9 else 1,
-    "NumPy's random number": lambda x: 2 if np.random.rand() < 1e-9 else 1,  # noqa: NPY002
+    "NumPy's random number": lambda x: 2 if np.random.rand() < 1e-9 else 1,  # noqa: NPY002  # the global generator
     "thread": lambda x: 1 if threading.current_thread() else 2,
     "deterministic algorithms": lambda x: 2 if torch.are_deterministic_algorithms_enabled() else 1,
     "backend": lambda x: 1 if torch.backends.mkldnn.enabled else 2,
@@ -189,7 +189,7 @@ def test_tensors_and_hooks_that_change_functions() -> None:
     hooks = nn.modules.module
     for register in (hooks.register_module_forward_hook, hooks.register_module_forward_pre_hook):
         seen: list[nn.Module] = []
-        hook = register(lambda module, *_: seen.append(module))  # noqa: B023
+        hook = register(lambda module, *_: seen.append(module))  # noqa: B023  # removed in this round
         model(x)
         hook.remove()
         assert model[0].qkv in seen

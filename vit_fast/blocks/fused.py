@@ -196,8 +196,7 @@ def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
     return (cls,) if issubclass(cls, mixin) and "original" in vars(cls) else ()
 
 
-# mypy takes classes of modules for unhashable
-cached: Callable[[Function], Function] = functools.cache  # type: ignore[assignment]
+cached: Callable[[Function], Function] = functools.cache  # type: ignore[assignment]  # classes are hashable
 
 
 @cached
