@@ -246,7 +246,11 @@ def test_an_onnx_session_writes_outputs_of_any_size_on_its_own_gpu(gpus: Machine
     runner, bindings = OnnxRunner(tmp_path / "m.onnx", "cpu"), list[Bound]()
     session = runner._session
     runner._bind, runner._gpu = True, torch.device("cuda", 1)
-    binding = lambda: bindings.append(Bound()) or bindings[-1]  # noqa: E731  # shorter
+
+    def binding() -> Bound:
+        bindings.append(Bound())
+        return bindings[-1]
+
     runner._session = SimpleNamespace(io_binding=binding, run_with_iobinding=lambda bound: bound.run(session))
     found = runner(images.to("cuda:0"))
     assert {y.device for y in found.values()} == {torch.device("cuda:0")}

@@ -85,7 +85,7 @@ def _note(found: list[str], variables: dict[str, str | None], frame: FrameType, 
         name, module, caller = frame.f_code.co_name, frame.f_globals.get("__name__", ""), frame.f_back
         if frame.f_locals.get("self") is os.environ or frame.f_code is os.getenv.__code__:
             if isinstance(key := frame.f_locals.get("key"), str):
-                variables[key] = dict(os.environ).get(key)
+                variables[key] = os.environ.get(key)  # is not profiled
                 return
             module = "os"
     elif event == "c_call" and not isinstance(owner := getattr(called, "__self__", None), Tensor | nn.Module):
@@ -99,11 +99,9 @@ def _note(found: list[str], variables: dict[str, str | None], frame: FrameType, 
 
 def _is_question(name: str, module: str) -> bool:
     if module.partition(".")[0] == "torch":
-        asks = _TORCH.match(name) is not None and _PROVED.fullmatch(name) is None
-        is_about = (
-            module.startswith(_OF_TORCH) and module != "torch.autograd.profiler" and _PROVED.fullmatch(name) is None
-        )
-        return (asks and module != "torch.nn.modules.module") or is_about
+        asks = _TORCH.match(name) is not None or module.startswith(_OF_TORCH)
+        usual = module in ("torch.nn.modules.module", "torch.autograd.profiler")
+        return asks and not usual and _PROVED.fullmatch(name) is None
     return module in _OUTSIDE and (module != "builtins" or name in _OF_BUILTINS)
 
 
