@@ -25,7 +25,7 @@ def halves_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def by_split(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
-    """As in Qwen's towers."""
+    """Splits q, k and v like the towers of Qwen."""
     lengths = (cu[1:] - cu[:-1]).tolist()
     parts = [torch.split(each.transpose(0, 1)[None], lengths, dim=2) for each in (q, k, v)]
     return torch.cat([F.scaled_dot_product_attention(*each) for each in zip(*parts)], 2)[0].transpose(0, 1)
